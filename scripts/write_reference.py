@@ -152,6 +152,7 @@ def metrics_reference() -> str:
 
 def _row(setting: Setting) -> str:
     types, default = " or ".join(map(_code, setting.types)), _code(repr(setting.default))
+    types += f", {setting.bounds}" if setting.bounds else ""
     return f"| {_code(setting.option)} | {types} | {default} | {_markdown(setting.text)} |"
 
 

@@ -2,8 +2,7 @@
 
 import ast
 import inspect
-import textwrap
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import is_dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
@@ -11,19 +10,25 @@ from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hint
 from jaxthd.config import Config
 from jaxthd.config.values import DERIVED, Range
 
-INDENT = 6
-
 
 class Setting(NamedTuple):
-    """One field. path: its attribute path in Config. types: as written, or the values that it may have.
+    """One field. path: its attribute path in Config. hint: its annotation. types: as written, or the values
+    that it may have. bounds: of a number, in words, if it has others than usual.
 
     text: the docstring under it, on one line.
     """
 
     path: str
+    hint: Any
     types: tuple[str, ...]
+    bounds: str
     default: Any
     text: str
+
+    @property
+    def name(self) -> str:
+        """Its name in its group."""
+        return self.path.rpartition(".")[2]
 
     @property
     def option(self) -> str:
@@ -62,8 +67,10 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
                 "string under the field: write it"
             )
         else:
-            types = tuple(_choices(hint) or [_with_bounds(hint, annotation)])
-            settings.append(Setting(where, types, getattr(defaults, name), " ".join(docstring.split())))
+            bounds = [str(x) for x in getattr(hint, "__metadata__", ()) if isinstance(x, Range)]
+            plain = hint.__origin__.__name__ if bounds else annotation
+            types, means = tuple(_choices(hint) or [plain]), " ".join(docstring.split())
+            settings.append(Setting(where, hint, types, *(bounds or [""]), getattr(defaults, name), means))
     if settings:
         of_kind = " ".join(f"{inspect.getdoc(kind) or ''} {text}".split())
         yield Group(path, kind.__name__, of_kind, tuple(settings))
@@ -95,45 +102,6 @@ def group_names() -> list[str]:
     return list(dict.fromkeys(group.path.partition(".")[0] for group in all_groups()))
 
 
-def settings_help(config: Config, names: Collection[str], width: int) -> str:
-    """The settings of these groups (group_names) with the values that they have in `config`, as text.
-
-    width: columns of the longest line; a word that is longer stays whole.
-    """
-    lines = []
-    for group in all_groups():
-        if group.path.partition(".")[0] in names:
-            lines += [group.path, *_wrapped(group.text, width, 2), ""]
-            for setting in group.settings:
-                lines += [*_heading(setting, config, width), *_wrapped(setting.text, width, INDENT)]
-            lines.append("")
-    return "\n".join(lines).rstrip()
-
-
-def _heading(setting: Setting, config: Config, width: int) -> list[str]:
-    """The option, what it takes and its value: in a line, or in two where that is too long."""
-    now: Any = config
-    for name in setting.path.split("."):
-        now = getattr(now, name, None)
-    takes, value = " or ".join(setting.types), f"now {now!r}"
-    whole = f"  {setting.option} {takes} ({value})"
-    if len(whole) <= width:
-        return [whole]
-    return [f"  {setting.option}", *_wrapped(f"{takes} ({value})", width, INDENT)]
-
-
-def _wrapped(text: str, width: int, indent: int) -> list[str]:
-    space = " " * indent
-    return textwrap.wrap(
-        text,
-        width,
-        initial_indent=space,
-        subsequent_indent=space,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
 def _field_sources(kind: type) -> dict[str, tuple[str, str]]:
     """Field name -> (its annotation as written, the docstring under it or "")."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
@@ -145,12 +113,6 @@ def _field_sources(kind: type) -> dict[str, tuple[str, str]]:
             text = below.value.value if has_text else ""  # type: ignore[union-attr]
             found[statement.target.id] = ast.unparse(statement.annotation), str(text)
     return found
-
-
-def _with_bounds(hint: Any, annotation: str) -> str:
-    """The annotation as written; of a number with bounds, its type and these."""
-    bounds = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Range)]
-    return f"{hint.__origin__.__name__}, {bounds[0]}" if bounds else annotation
 
 
 def _choices(hint: Any) -> list[str]:

@@ -22,7 +22,7 @@ class Range(NamedTuple):
     def __str__(self) -> str:
         least = f"more than {self.least:g}" if self.ends[0] == "(" else f"{self.least:g} or more"
         if self.most == math.inf:
-            return f"{least}, and finite"
+            return least
         return f"{least}, and {'less than' if self.ends[1] == ')' else 'at most'} {self.most:g}"
 
 

@@ -2,20 +2,18 @@
 
 import argparse
 import os
-import re
-import shutil
 import sys
-import textwrap
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from itertools import groupby
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import field, make_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple
 
 import tyro
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.config.listing import all_groups, group_names, settings_help
+from jaxthd.config.listing import all_groups, group_names
+from jaxthd.config.removed import REMOVED
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
 from jaxthd.files.run_folder import open_settings
@@ -42,15 +40,21 @@ PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
 """Options of commands that run in several processes: see jaxthd.run.startup.devices_ready."""
 WEIGHTS: dict[str, Any] = {
     "nargs": "+",
+    "type": expand_home,
     "metavar": "WEIGHTS",
     "help": "workdirs of runs (@best or @STEP after one: that checkpoint; @ema, @best+ema, @STEP+ema: its "
     "averaged parameters) or published checkpoints, as in "
     "train.init_from; by default those of the run in SOURCE",
 }
-SOURCE = (
-    "the workdir of a run (runs/my; runs/my@best, runs/my@2400, runs/my@ema), whose settings are then used; "
-    "its config.json; or a Python file with a function config() -> Config, such as configs/cp2.py"
-)
+NO_SUBCOMMANDS = (tyro.conf.AvoidSubcommands,)
+"""For tyro: whether there is an encoder is the config file's choice; its fields are options like others."""
+SOURCE = """\
+SOURCE: the workdir of a run (runs/my; runs/my@best, runs/my@2400, runs/my@ema), whose settings are then used;
+its config.json; or a Python file with a function config() -> Config, such as configs/cp2.py.
+
+Settings: --GROUP.SETTING VALUE. Those of type bool are set by --GROUP.X or --GROUP.X True, and by
+--GROUP.no-X or --GROUP.X False.
+"""
 
 
 class CommandLine(NamedTuple):
@@ -89,33 +93,22 @@ def parse_command_line(
     words = list(sys.argv[1:] if argv is None else argv)
     first = words.pop(0) if words and not words[0].startswith("-") else None
     parser = _parser(command, options or {}, about)
-    wanted = _help_wanted(words, parser)
-    found, overrides = parser.parse_known_args(words if wanted is None else _without_help(words))
-    for name, value in vars(found).items():
-        if isinstance(value, Path):
-            setattr(found, name, home_path(value))
-        elif isinstance(value, list):
-            values = [home_path(v) if isinstance(v, Path) else v for v in value]
-            setattr(found, name, [expand_home(v) for v in value] if name == "weights" else values)
+    found, overrides = parser.parse_known_args(words, argparse.Namespace(first=first))
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
     overrides = _as_flags(overrides, parser)
-    source = expand_home(given) if (given := first or found.config) else None
-    if wanted is not None:
-        _show_help(parser, open_settings(source).config if source else Config(), wanted)
-    if source is None:
+    if not (source := first or found.config):
         parser.error(
             "SOURCE is missing; expected a config file or a workdir in the first place: "
             f"jaxthd {command} configs/cp2.py"
         )
-    settings = open_settings(source)
+    settings = open_settings(expand_home(source))
     config = tyro.cli(
         Config,
         default=_with_mesh_of_rollouts(settings.config, overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
-        # Whether there is an encoder is the config file's choice; its fields are options like all others.
-        config=(tyro.conf.AvoidSubcommands,),
+        config=NO_SUBCOMMANDS,
     )
     config = with_absolute_paths(config, Path.cwd())
     return CommandLine(config, settings.path, settings.run, found, _given(overrides))
@@ -123,7 +116,8 @@ def parse_command_line(
 
 def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Returns the words with --GROUP.X True and --GROUP.X=True as --GROUP.X, and False as --GROUP.no-X, for
-    settings of type bool: those are the forms that tyro reads. Ends the process for another value.
+    settings of type bool: those are the forms that tyro reads. Ends the process for another value, and for
+    settings that were removed.
     """
     known = {x.option for group in all_groups() for x in group.settings if x.types == ("bool",)}
     flags, rest = list[str](), list(words)
@@ -131,12 +125,15 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str
         word = rest.pop(0)
         name, has_value, value = word.partition("=")
         option = f"--{name.removeprefix('--').replace('_', '-')}"
+        group, _, last = option.rpartition(".")
+        setting = last.removeprefix("no-").replace("-", "_")
+        if removed := REMOVED.get(group.removeprefix("--"), {}).get(setting):
+            parser.error(f"{option} is no setting any more: {removed.now}; leave it out")
         if not name.startswith("--") or option not in known:
             flags.append(word)
             continue
         if not has_value and rest and not rest[0].startswith("--"):
             has_value, value = "=", rest.pop(0)
-        group, _, last = option.rpartition(".")
         if has_value and value.lower() not in ("true", "false"):
             parser.error(
                 f"{option} is {value!r}; expected True or False: {option} True, or {group}.no-{last}"
@@ -156,74 +153,64 @@ def _parser(
     command: str, options: Mapping[str, Mapping[str, Any]], about: str | None
 ) -> argparse.ArgumentParser:
     first, _, rest = (about or "").strip().partition("\n\n")
-    more = (
-        "Settings: --help GROUP lists a group with SOURCE's values, --help-all lists all. Those of type bool "
-        "are set by --GROUP.X or --GROUP.X True, and by --GROUP.no-X or --GROUP.X False. "
-        f"Groups: {', '.join(group_names())}.\n\n{rest}"
-    )
     parser = argparse.ArgumentParser(
         prog=f"jaxthd {command}",
         usage=f"jaxthd {command} SOURCE [options] [--GROUP.SETTING ...]",
         description=first,
-        epilog=f"SOURCE: {SOURCE}.\n\n{more}",
-        formatter_class=_Paragraphs,
+        epilog=f"{SOURCE}\n{rest}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         add_help=False,
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="SOURCE", help="the same as SOURCE in the first place")
+    groups = f"this help, or a group of settings with SOURCE's values: {', '.join(group_names())}"
+    parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help=groups)
+    parser.add_argument("--help-all", nargs=0, action=_Help, help="all settings")
     for name, settings in options.items():
-        parser.add_argument(f"--{name}", **settings)
+        kind = home_path if settings.get("type") is Path else settings.get("type")
+        parser.add_argument(f"--{name}", **settings | ({"type": kind} if kind else {}))
     return parser
 
 
-class _Paragraphs(argparse.HelpFormatter):
-    """Wraps texts to the terminal. Indented lines stay lines; what goes on hangs below its second column."""
+class _Help(argparse.Action):
+    """Shows the command's own options, or the settings of a group with the values of the SOURCE before it."""
 
-    def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=26, width=_columns())
-
-    def _fill_text(self, text: str, width: int, indent: str) -> str:
-        lines: list[str] = []
-        for is_indented, group in groupby(text.strip().splitlines(), lambda line: line[:1] in ("", " ")):
-            if is_indented:
-                for line in group:
-                    column = re.match(r" *(?:\S+ )*?\S*  +|  *", line)
-                    hang = " " * len(column[0] if column else "")
-                    lines += textwrap.wrap(line, width, subsequent_indent=hang, break_long_words=False) or [
-                        ""
-                    ]
-            else:
-                lines += textwrap.wrap(" ".join(group), width)
-        return "\n".join(lines)
-
-
-def _columns() -> int:
-    return max(40, min(shutil.get_terminal_size().columns, 110))
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        names = [values.partition(".")[0]] if values else group_names() * (option_string == "--help-all")
+        if not names:
+            parser.print_help()
+            parser.exit()
+        if names[0] not in group_names():
+            parser.error(f"--help {values}: expected a group of settings: {', '.join(group_names())}")
+        source = namespace.first or namespace.config
+        config = open_settings(expand_home(source)).config if source else Config()
+        tyro.cli(
+            _as_helped(config, names), args=["--help"], prog=f"{parser.prog} SOURCE", config=NO_SUBCOMMANDS
+        )
 
 
-def _help_wanted(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str] | None:
-    """The groups whose settings are asked for: [] for the options alone; None where no help is asked for."""
-    if "--help-all" in words:
-        return group_names()
-    asked = [n for n, word in enumerate(words) if word in ("-h", "--help")]
-    if not asked:
-        return None
-    after = [word for word in words[asked[0] + 1 :] if not word.startswith("-")][:1]
-    for name in after:
-        if name.partition(".")[0] not in group_names():
-            parser.error(f"--help {name}: expected a group of settings: {', '.join(group_names())}")
-    return [name.partition(".")[0] for name in after]
-
-
-def _without_help(words: Sequence[str]) -> list[str]:
-    """The words before the one that asks for help."""
-    asked = [n for n, word in enumerate(words) if word in ("-h", "--help", "--help-all")]
-    return list(words[: asked[0]])
-
-
-def _show_help(parser: argparse.ArgumentParser, config: Config, wanted: Sequence[str]) -> NoReturn:
-    print(settings_help(config, wanted, _columns()) if wanted else parser.format_help().rstrip())
-    sys.exit(0)
+def _as_helped(config: Config, names: Collection[str]) -> Any:
+    """These groups as a dataclass for tyro's help: one paragraph a text, with bounds, and its values."""
+    groups = []
+    for group in all_groups():
+        values = attrgetter(group.path)(config)
+        if group.path.partition(".")[0] not in names or values is None:
+            continue
+        settings = []
+        for each in group.settings:
+            text = each.text + (f" ({each.bounds})" if each.bounds else "")
+            kind = Annotated[each.hint, tyro.conf.arg(help=text)]
+            settings.append((each.name, kind, field(default=getattr(values, each.name))))
+        kind = make_dataclass(group.kind, settings, namespace={"__doc__": group.text})
+        named = Annotated[kind, tyro.conf.arg(name=group.path)]
+        groups.append((group.path.replace(".", "_"), named, field(default_factory=kind)))
+    return make_dataclass("Settings", groups)
 
 
 def _given(overrides: Sequence[str]) -> tuple[str, ...]:

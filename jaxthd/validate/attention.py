@@ -12,6 +12,13 @@ RULES = Group()
 @RULES.rule
 def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     rope, where = config.model.llm.rope, "model.llm.rope"
+    if not rope.theta and rope.scaling != "none":
+        yield Finding(
+            f"model.llm.rope.scaling is {rope.scaling!r} with theta 0",
+            "a theta, because without one nothing is rotated and the scaling has no effect",
+            "give model.llm.rope.theta as config.json has it (rope_theta), or no model.llm.rope.scaling",
+            is_warning=True,
+        )
     if not rope.theta:
         return
     # Multi-head latent attention rotates features of its own.
@@ -44,18 +51,6 @@ def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"{where} has {names} {low} and {high}",
             "the first less than the second and both above 0, because they are the ends of a ramp",
             f"correct {where}",
-        )
-
-
-@RULES.rule
-def _scaling_without_rotation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    rope = config.model.llm.rope
-    if rope.scaling != "none" and not rope.theta:
-        yield Finding(
-            f"model.llm.rope.scaling is {rope.scaling!r} with theta 0",
-            "a theta, because without one nothing is rotated and the scaling has no effect",
-            "give model.llm.rope.theta as config.json has it (rope_theta), or no model.llm.rope.scaling",
-            is_warning=True,
         )
 
 

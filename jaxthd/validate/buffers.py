@@ -35,30 +35,19 @@ def _max_documents(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 @RULES.rule
-def _audio_holds_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    frames, encoder = config.data.audio_capacity, config.model.encoder
-    if encoder is None or not frames:
-        return
-    longest = -(-encoder.chunk_frames // SUBSAMPLING) * SUBSAMPLING
-    if frames < longest:
-        yield Finding(
-            f"data.audio_capacity is {frames}: recordings over {frames / 100} s are skipped",
-            f"{longest} or more, an encoder chunk of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
-            "raise data.audio_capacity if there are such recordings",
-            is_warning=True,
-        )
-
-
-@RULES.rule
-def _tokens_hold_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    capacity, encoder = config.data.capacity, config.model.encoder
-    if encoder is None or not config.data.audio_capacity:
+def _holds_a_chunk(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    data, encoder = config.data, config.model.encoder
+    if encoder is None or not data.audio_capacity:
         return
     slots = -(-encoder.chunk_frames // SUBSAMPLING)
-    if capacity < slots:
-        yield Finding(
-            f"data.capacity is {capacity}: recordings over {capacity * SUBSAMPLING / 100} s are skipped",
-            f"{slots} or more, the tokens of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
-            "raise data.capacity if there are such recordings",
-            is_warning=True,
-        )
+    for name, seconds, least, what in (
+        ("audio_capacity", data.audio_capacity / 100, slots * SUBSAMPLING, "an encoder chunk"),
+        ("capacity", data.capacity * SUBSAMPLING / 100, slots, "the tokens"),
+    ):
+        if getattr(data, name) < least:
+            yield Finding(
+                f"data.{name} is {getattr(data, name)}: recordings over {seconds} s are skipped",
+                f"{least} or more, {what} of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
+                f"raise data.{name} if there are such recordings",
+                is_warning=True,
+            )

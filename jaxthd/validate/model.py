@@ -36,10 +36,17 @@ KNOWN_BAD_KERNELS = tuple(BadKernel("te", capability, fault) for capability, fau
 
 
 @RULES.rule
-def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if config.model.encoder is None:
+def _encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    encoder = config.model.encoder
+    if encoder is None and config.model.adapter_dim:
+        yield Finding(
+            f"model.adapter_dim is {config.model.adapter_dim} with model.encoder None",
+            "0, because a model without an encoder has no adapter",
+            "set model.adapter_dim to 0, or give the model an encoder",
+        )
+    if encoder is None:
         return
-    mels = config.model.encoder.num_mels
+    mels = encoder.num_mels
     try:
         mel_filterbank(mels)
     except ValueError as error:
@@ -50,13 +57,7 @@ def _num_mels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"a multiple of {SUBSAMPLING}, because three convolutions halve the bands",
             f"set model.encoder.num_mels to {multiples(mels, SUBSAMPLING)}",
         )
-
-
-@RULES.rule
-def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if config.model.encoder is None:
-        return
-    dim, heads = config.model.encoder.dim, config.model.encoder.heads
+    dim, heads = encoder.dim, encoder.heads
     if dim % 2:
         expected = "an even number, because half of the position encoding are sines, half cosines"
         yield Finding(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
@@ -66,27 +67,11 @@ def _encoder_heads(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"a multiple of model.encoder.heads ({heads})",
             f"set model.encoder.dim to {multiples(dim, heads)}, or change model.encoder.heads",
         )
-
-
-@RULES.rule
-def _conv_kernel(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if config.model.encoder is None:
-        return
-    taps = config.model.encoder.conv_kernel
+    taps = encoder.conv_kernel
     if taps % 2 == 0:
         expected = "an odd number, because there are as many taps before a frame as after it"
         change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"
         yield Finding(f"model.encoder.conv_kernel is {taps}", expected, change)
-
-
-@RULES.rule
-def _adapter_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if config.model.encoder is None and config.model.adapter_dim:
-        yield Finding(
-            f"model.adapter_dim is {config.model.adapter_dim} with model.encoder None",
-            "0, because a model without an encoder has no adapter",
-            "set model.adapter_dim to 0, or give the model an encoder",
-        )
 
 
 # --- the decoder ---
@@ -162,33 +147,31 @@ def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 @RULES.rule
-def _dt_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    low, high = config.model.llm.mamba_dt_limit
-    if "M" in config.model.llm.kinds and not 0 <= low < high:
+def _blocks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """What only some kinds of blocks have does not matter without them."""
+    llm = config.model.llm
+    low, high = llm.mamba_dt_limit
+    if "M" in llm.kinds and not 0 <= low < high:
         expected = "0 <= lower < upper, because they clamp a time step"
         change = "set model.llm.mamba_dt_limit to (0.0, inf), which clamps nothing"
         yield Finding(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
-
-
-@RULES.rule
-def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm = config.model.llm
     if "E" in llm.kinds and llm.experts_per_token > llm.experts:
         yield Finding(
             f"model.llm.experts_per_token is {llm.experts_per_token}",
             f"at most the {llm.experts} of model.llm.experts",
             f"set model.llm.experts_per_token to {llm.experts} or less",
         )
-
-
-@RULES.rule
-def _shared_expert_gate(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm = config.model.llm
     if "E" in llm.kinds and llm.shared_expert_gate and not llm.shared_expert_dim:
         yield Finding(
             "model.llm.shared_expert_dim is 0 with model.llm.shared_expert_gate True",
             "more than 0, because the gate is the shared expert's",
             "set model.llm.shared_expert_gate to False, or raise model.llm.shared_expert_dim",
+        )
+    if set("-E") & set(llm.kinds) and llm.ffn_form == "clamped_swiglu" and not llm.swiglu_limit:
+        yield Finding(
+            'model.llm.swiglu_limit is 0 with model.llm.ffn_form "clamped_swiglu"',
+            "more than 0, because gates are clamped to at most this number",
+            "set model.llm.swiglu_limit to 7.0, which is GPT-OSS's",
         )
 
 
@@ -211,17 +194,6 @@ def _expert_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"{least} to {groups}: of the {groups} groups, as many as hold a token's {llm.experts_per_token} "
             "experts",
             f"set model.llm.router_groups_per_token to {max(least, min(most, groups))}",
-        )
-
-
-@RULES.rule
-def _swiglu_limit(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm = config.model.llm
-    if set("-E") & set(llm.kinds) and llm.ffn_form == "clamped_swiglu" and not llm.swiglu_limit:
-        yield Finding(
-            'model.llm.swiglu_limit is 0 with model.llm.ffn_form "clamped_swiglu"',
-            "more than 0, because gates are clamped to at most this number",
-            "set model.llm.swiglu_limit to 7.0, which is GPT-OSS's",
         )
 
 

@@ -34,24 +34,26 @@ def _is_policy(config: Config) -> bool:
 
 
 @RULES.rule
-def _mtp_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if _is_policy(config) and config.depths_trained:
+def _policies(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    if not _is_policy(config):
+        return
+    if config.depths_trained:
         yield Finding(
             f"train.objective is {config.train.objective!r} with model.llm.mtp_pattern "
             f"{config.model.llm.mtp_pattern!r}",
             "no multi-token prediction, because it would train on the rejected answers too",
             'set model.llm.mtp_pattern to ""',
         )
-
-
-@RULES.rule
-def _ctc_with_answers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if _is_policy(config) and config.train.ctc_loss:
+    if config.train.ctc_loss:
         yield Finding(
             f"train.objective is {config.train.objective!r} with train.ctc_loss {config.train.ctc_loss}",
             "0, because a recording with several answers has no one transcript to align with",
             "set train.ctc_loss to 0.0",
         )
+    if not config.rollout.temperature:
+        change = "raise rollout.temperature, such as to 1.0"
+        found = "rollout.temperature is 0, by which a policy's logits are divided"
+        yield Finding(found, "more than 0", change)
 
 
 @RULES.rule
@@ -154,14 +156,6 @@ def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             texts = (re.sub(r"\bmesh\.", "rollout.mesh.", text) for text in finding[:3])
             found, expected, change = texts
             yield Finding(f"for rollouts on {own.sizes}, {found}", expected, change)
-
-
-@RULES.rule
-def _temperature(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if _is_policy(config) and not config.rollout.temperature:
-        change = "raise rollout.temperature, such as to 1.0"
-        found = "rollout.temperature is 0, by which a policy's logits are divided"
-        yield Finding(found, "more than 0", change)
 
 
 @RULES.rule

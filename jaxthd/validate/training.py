@@ -32,11 +32,17 @@ MOST_PROFILED = 20
 
 
 @RULES.rule
-def _objective(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    try:
-        make_objective(config.train.objective, config.train.objective_options)
-    except UserError as error:
-        yield _finding(error)
+def _kinds(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """The objective and the optimizer."""
+    train = config.train
+    for make, name, options in (
+        (make_objective, train.objective, train.objective_options),
+        (optimizer_kind, train.optimizer, train.optimizer_options),
+    ):
+        try:
+            make(name, options)
+        except UserError as error:
+            yield _finding(error)
 
 
 def _finding(error: UserError) -> Finding:
@@ -72,37 +78,30 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 @RULES.rule
-def _fp8_experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm, change = config.model.llm, 'leave "experts" out of compute.fp8'
-    if not config.compute.fp8_experts:
+def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    fp8, llm = config.compute.fp8, config.model.llm
+    if not fp8:
         return
-    if "E" not in llm.letters + llm.mtp_pattern:
-        yield Finding('compute.fp8 has "experts" with a model without experts', "layers E", change)
+    change = "set compute.dtype to bfloat16, or compute.fp8 to ()"
     if config.compute.dtype == "float64":
-        yield Finding('compute.fp8 has "experts" with compute.dtype float64', "bfloat16 or float32", change)
+        yield Finding("compute.fp8 is set with compute.dtype float64", "bfloat16 or float32", change)
     capability = device.compute_capability
     if device.platform == "gpu" and capability and version_numbers(capability) < (8, 9):
         where = f"{device.kind} (compute capability {capability})"
-        yield Finding(f'compute.fp8 has "experts" on {where}', "8.9 or more", change)
+        yield Finding(f"compute.fp8 on {where}", "8.9 or more", change)
+    if config.compute.fp8_experts and "E" not in llm.letters + llm.mtp_pattern:
+        found = 'compute.fp8 has "experts" with a model without experts'
+        yield Finding(found, "layers E", 'leave "experts" out of compute.fp8')
 
 
 @RULES.rule
-def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+def _fp8_projections(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     patterns = config.compute.fp8_projections
     if not patterns:
         return
     if not is_installed():
         change = "pip install 'jaxthd[fp8]', or set compute.fp8 to ()"
         yield Finding("compute.fp8 is set and qwix is not installed", "that package", change)
-    if config.compute.dtype == "float64":
-        change = "set compute.dtype to bfloat16, or compute.fp8 to ()"
-        yield Finding("compute.fp8 is set with compute.dtype float64", "bfloat16 or float32", change)
-    capability = device.compute_capability
-    if device.platform == "gpu" and capability and version_numbers(capability) < (8, 9):
-        change = "set compute.fp8 to ()"
-        yield Finding(
-            f"compute.fp8 on {device.kind} (compute capability {capability})", "8.9 or more", change
-        )
     model = shapes_of(config, tensor=config.mesh.tensor)
     if model is None:
         return
@@ -197,14 +196,6 @@ def _microbatches(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 @RULES.rule
-def _optimizer(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    try:
-        optimizer_kind(config.train.optimizer, config.train.optimizer_options)
-    except UserError as error:
-        yield _finding(error)
-
-
-@RULES.rule
 def _ema(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.train.validate_ema and not config.train.ema_decay:
         change = "set train.ema_decay to 0.999, for example, or train.validate_ema to False"
@@ -212,12 +203,28 @@ def _ema(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 @RULES.rule
-def _warmup(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    steps, warmup = config.train.steps, config.train.warmup_steps
-    if warmup > steps:
-        found = f"train.warmup_steps is {warmup} in a run of {steps} steps"
-        change = f"set train.warmup_steps to {steps} or less"
+def _schedule(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    train = config.train
+    if train.warmup_steps > train.steps:
+        found = f"train.warmup_steps is {train.warmup_steps} in a run of {train.steps} steps"
+        change = f"set train.warmup_steps to {train.steps} or less"
         yield Finding(found, "fewer, so that the peak is reached", change, is_warning=True)
+    if train.schedule == "warmup_stable_decay" and train.warmup_steps + train.decay_steps > train.steps:
+        yield Finding(
+            f"train.decay_steps is {train.decay_steps} in a run of {train.steps} steps with "
+            f"train.warmup_steps {train.warmup_steps}",
+            "both together at most train.steps",
+            f"set train.decay_steps to {max(train.steps - train.warmup_steps, 0)} or less",
+            is_warning=True,
+        )
+    if train.min_learning_rate > train.learning_rate:
+        yield Finding(
+            f"train.min_learning_rate {train.min_learning_rate} is above train.learning_rate "
+            f"{train.learning_rate}",
+            "a learning rate that falls",
+            f"set train.min_learning_rate to {train.learning_rate} or less",
+            is_warning=True,
+        )
 
 
 @RULES.rule
@@ -237,25 +244,3 @@ def _profile(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         change = "profile fewer steps, unless the trace may take gigabytes"
         found = f"train.profile is {text!r}, {window[1] - window[0] + 1} steps"
         yield Finding(found, f"{MOST_PROFILED} or fewer", change, is_warning=True)
-
-
-@RULES.rule
-def _decay(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    train = config.train
-    if train.schedule == "warmup_stable_decay" and train.warmup_steps + train.decay_steps > train.steps:
-        yield Finding(
-            f"train.decay_steps is {train.decay_steps} in a run of {train.steps} steps with "
-            f"train.warmup_steps {train.warmup_steps}",
-            "both together at most train.steps",
-            f"set train.decay_steps to {max(train.steps - train.warmup_steps, 0)} or less",
-            is_warning=True,
-        )
-
-
-@RULES.rule
-def _learning_rates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    peak, least = config.train.learning_rate, config.train.min_learning_rate
-    if least > peak:
-        found = f"train.min_learning_rate {least} is above train.learning_rate {peak}"
-        change = f"set train.min_learning_rate to {peak} or less"
-        yield Finding(found, "a learning rate that falls", change, is_warning=True)

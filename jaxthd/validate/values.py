@@ -52,7 +52,7 @@ def _check(path: str, hint: Any, value: Any) -> Iterator[Finding]:
         (bound,) = bounds or [Range(1 if kind is int else 0)]
         most = _LARGEST_FLOAT if kind is float else _most(path)
         if not bound.holds(value):
-            expected = str(bound)
+            expected = f"{bound}{', and finite' * (bound.most == math.inf)}"
         elif value > most:
             expected = f"{most} at most, {_WHY_AT_MOST}"
     elif large := [x for x in _integers(value) if abs(x) > _most(path)]:

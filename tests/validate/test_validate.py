@@ -476,7 +476,7 @@ CASES = [
     ),
     Case(
         {"compute.fp8": ("experts",), "model.llm.pattern": "E"},
-        'compute.fp8 has "experts" on NVIDIA A100 (compute capability 8.0); expected 8.9',
+        "compute.fp8 on NVIDIA A100 (compute capability 8.0); expected 8.9",
         AMPERE,
     ),
     Case(TEXT | {"compute.fp8": ("encoder.*",)}, "compute.fp8 'encoder.*' matches no projection"),
