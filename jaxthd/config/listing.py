@@ -70,7 +70,7 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
             bounds = [str(x) for x in getattr(hint, "__metadata__", ()) if isinstance(x, Range)]
             plain = hint.__origin__.__name__ if bounds else annotation
             types, means = tuple(_choices(hint) or [plain]), " ".join(docstring.split())
-            settings.append(Setting(where, hint, types, *(bounds or [""]), getattr(defaults, name), means))
+            settings.append(Setting(where, hint, types, "".join(bounds), getattr(defaults, name), means))
     if settings:
         of_kind = " ".join(f"{inspect.getdoc(kind) or ''} {text}".split())
         yield Group(path, kind.__name__, of_kind, tuple(settings))

@@ -197,18 +197,18 @@ class _Help(argparse.Action):
 
 def _as_helped(config: Config, names: Collection[str]) -> Any:
     """These groups as a dataclass for tyro's help: one paragraph a text, with bounds, and its values."""
-    groups = []
+    groups: list[tuple[str, Any, Any]] = []
     for group in all_groups():
         values = attrgetter(group.path)(config)
         if group.path.partition(".")[0] not in names or values is None:
             continue
-        settings = []
+        settings: list[tuple[str, Any, Any]] = []
         for each in group.settings:
             text = each.text + (f" ({each.bounds})" if each.bounds else "")
-            kind = Annotated[each.hint, tyro.conf.arg(help=text)]
-            settings.append((each.name, kind, field(default=getattr(values, each.name))))
-        kind = make_dataclass(group.kind, settings, namespace={"__doc__": group.text})
-        named = Annotated[kind, tyro.conf.arg(name=group.path)]
+            hint: Any = Annotated[each.hint, tyro.conf.arg(help=text)]
+            settings.append((each.name, hint, field(default=getattr(values, each.name))))
+        kind: Any = make_dataclass(group.kind, settings, namespace={"__doc__": group.text})
+        named: Any = Annotated[kind, tyro.conf.arg(name=group.path)]
         groups.append((group.path.replace(".", "_"), named, field(default_factory=kind)))
     return make_dataclass("Settings", groups)
 
