@@ -12,7 +12,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.config.listing import all_groups, group_names
+from jaxthd.config.listing import all_groups, group_names, kind_at
 from jaxthd.config.removed import REMOVED
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
@@ -199,9 +199,9 @@ def _as_helped(config: Config, names: Collection[str]) -> Any:
     """These groups as a dataclass for tyro's help: one paragraph a text, with bounds, and its values."""
     groups: list[tuple[str, Any, Any]] = []
     for group in all_groups():
-        values = attrgetter(group.path)(config)
-        if group.path.partition(".")[0] not in names or values is None:
+        if group.path.partition(".")[0] not in names:
             continue
+        values = attrgetter(group.path)(config) or kind_at(group.path)()  # defaults where there is none
         settings: list[tuple[str, Any, Any]] = []
         for each in group.settings:
             text = each.text + (f" ({each.bounds})" if each.bounds else "")

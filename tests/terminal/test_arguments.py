@@ -145,9 +145,8 @@ def test_help_shows_the_commands_own_options_and_settings_by_group(
     assert re.search(r"--adapt\.lora-rank INT", shown("--config", str(run), "--help", "adapt"))
     every = re.sub(r"[\s│]+", " ", shown(str(run), "--help-all"))
     for setting in (setting for group in all_groups() for setting in group.settings):
-        if not setting.path.startswith("rollout.mesh."):  # there is none
-            assert re.search(rf"{setting.option}\b", every)
-            assert setting.text.replace(" ", "") in every.replace(" ", "")
+        assert re.search(rf"{setting.option}\b", every)
+        assert setting.text.replace(" ", "") in every.replace(" ", "")
 
 
 def test_help_of_no_group_names_the_groups(capsys: pytest.CaptureFixture[str]):
