@@ -490,13 +490,16 @@ CASES = [
     Case({"train.ctc_loss": -0.1}, "train.ctc_loss is -0.1; expected 0 or more"),
     Case({"train.ctc_max_labels": 0}, "train.ctc_max_labels is 0; expected 1 or more"),
     Case({"adapt.lora_dropout": 0.1}, "adapt.lora_dropout is 0.1 with adapt.lora_rank 0"),
-    Case({"adapt.lora_rank": 2, "adapt.lora_dropout": 1.0}, "adapt.lora_dropout is 1.0; expected less"),
+    Case(
+        {"adapt.lora_rank": 2, "adapt.lora_dropout": 1.0},
+        "adapt.lora_dropout is 1.0; expected 0 or more, and less",
+    ),
     Case(
         {"adapt.lora_rank": 2, "adapt.lora_dropout": 0.1, "train.objective": "grpo"},
         "adapt.lora_dropout is 0.1 with train.objective 'grpo'",
     ),
     Case({"adapt.dora": True}, "adapt.dora is set with adapt.lora_rank 0"),
-    Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected less than 1"),
+    Case({"train.ema_decay": 1.0}, "train.ema_decay is 1.0; expected 0 or more, and less than 1"),
     Case({"train.validate_ema": True}, "train.validate_ema is set with train.ema_decay 0"),
     Case({"train.optimizer": "sgd"}, "train.optimizer is 'sgd'"),
     Case({"train.optimizer_options": ("beta=0.9",)}, "train.optimizer_options has 'beta=0.9'"),
