@@ -120,7 +120,7 @@ def test_what_is_no_source_is_refused(run: Path, capsys: pytest.CaptureFixture[s
     assert "data.capacity" in shown, "what may be meant"
 
 
-@pytest.mark.parametrize("columns", [60, 80, 200])
+@pytest.mark.parametrize("columns", [60, 80, 120])
 def test_help_shows_the_commands_own_options_and_settings_by_group(
     columns: int, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
