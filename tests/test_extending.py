@@ -14,6 +14,7 @@ from flax import nnx
 from jax import Array
 
 import jaxthd
+from jaxthd.config import BlockSizes
 from jaxthd.data.example import Example, Samples, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.objectives import OBJECTIVES
@@ -35,7 +36,7 @@ LLM = jaxthd.LLMConfig(
     mamba_state=8,
     mamba_groups=2,
 )
-COMPUTE = jaxthd.ComputeConfig(block_sizes=jaxthd.BlockSizes(attention=16, loss=16, vocabulary=128, scan=8))
+COMPUTE = jaxthd.ComputeConfig(block_sizes=BlockSizes(attention=16, loss=16, vocabulary=128, scan=8))
 
 
 # --- an objective over tokens, and a source of recordings in memory, in a run ---
