@@ -5,7 +5,7 @@
 
 Transformer Engine and jax check, convert and shard their arguments before a kernel sees them. Here all of
 that code runs on a CPU. Only the kernels are replaced, by dense references given the same arguments: the
-lengths of the segments and where they start (scripts/comparison/dense_kernels.py). Transformer Engine's
+lengths of the segments and where they start (tests/ops/dense_kernels.py). Transformer Engine's
 compiled part, which needs CUDA, is replaced by a stand-in; its Python part is the installed one, version 2.18
 or later. A back-end whose library is missing is skipped and reported.
 
@@ -29,7 +29,7 @@ from types import ModuleType
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.comparison.quick_compilation import quick_on_devices
+from tests.quick_compilation import quick_on_devices
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
@@ -49,9 +49,9 @@ from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.backend import version_numbers
 from jaxthd.terminal.tables import table
-from scripts.comparison import dense_kernels
-from scripts.meshes.gradients import check, of_decoder
-from scripts.meshes.runs import variants
+from tests.meshes.gradients import check, of_decoder
+from tests.meshes.runs import variants
+from tests.ops import dense_kernels
 
 MESHES = (MeshConfig(1, 4, 1, 2), MeshConfig(2, 2, 2, 1))
 HEADS = ((8, 8), (8, 2))

@@ -17,7 +17,7 @@ The model has all four mixers (two such units), experts over the data and contex
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
 so batch statistics and the auxiliary loss are the same too.
 
-A row's error is the largest over all tensors, as scripts/comparison/errors.py defines it. Float64 runs are
+A row's error is the largest over all tensors, as tests/errors.py defines it. Float64 runs are
 compared with one device; the limit is 1e-10. Float32 runs are compared with float64 on one device; the limit
 is 1e-5, or three times the error of one device in float32 where that is more. That error is 3e-6 to 2.7e-5,
 over 24 orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.comparison.quick_compilation import quick_on_devices
+from tests.quick_compilation import quick_on_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads, four a device; see jaxthd.run.startup.simulate_devices.
@@ -48,9 +48,9 @@ import numpy as np
 
 from jaxthd.config import MeshConfig
 from jaxthd.terminal.tables import table
-from scripts.meshes.gradients import ORDERS, check, everything, own_errors
-from scripts.meshes.models import MODEL, PLAIN
-from scripts.meshes.runs import (
+from tests.meshes.gradients import ORDERS, check, everything, own_errors
+from tests.meshes.models import MODEL, PLAIN
+from tests.meshes.runs import (
     adapted,
     deepseek,
     gpt_oss,

@@ -9,7 +9,7 @@ with documents alone and packed, and exports; the library reads the export. Exit
 
 - every document's logits are within 1e-4 of the library's, relative to their norm, and so are those that the
   library computes from the export;
-- every parameter's gradient is within 1e-3 (see scripts/comparison/errors.py);
+- every parameter's gradient is within 1e-3 (see tests/errors.py);
 - the export's tensors, and those of an export of the imported export, equal the original's bit by bit, and
   the library finds none missing or unexpected.
 """
@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.terminal.tables import Claim, conclude, table
-from scripts.comparison.errors import relative_errors
-from scripts.comparison.published import Published
+from tests.errors import relative_errors
+from tests.hf.published import Published
 
 REFERENCES = ("nemotron_h", "qwen3", "deepseek_v3", "gpt_oss", "encoder", "nemotron_omni")
 """The scripts that make them."""

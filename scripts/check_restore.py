@@ -24,7 +24,7 @@ from itertools import islice
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.comparison.quick_compilation import quick_on_devices
+from tests.quick_compilation import quick_on_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices

@@ -1,4 +1,4 @@
-"""The loss is the same for every axis and combination: runs of scripts/meshes, in float64.
+"""The loss is the same for every axis and combination: runs of tests/meshes, in float64.
 
 One is ordinary: with the blocks of all families, on context, pipeline and tensor ranks.
 """
@@ -17,10 +17,10 @@ from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.meshes.batches import CAPACITY, batch_for
-from scripts.meshes.gradients import canonical_state, check, worst_of
-from scripts.meshes.models import GPT_OSS, MIXED, MODEL, QWEN3_NEXT
-from scripts.meshes.runs import adapted, meshes, mixed, predicting, unlike, variants
+from tests.meshes.batches import CAPACITY, batch_for
+from tests.meshes.gradients import canonical_state, check, worst_of
+from tests.meshes.models import GPT_OSS, MIXED, MODEL, QWEN3_NEXT
+from tests.meshes.runs import adapted, meshes, mixed, predicting, unlike, variants
 
 CHOSEN = [
     (MeshConfig(2, 2, 1, 2), 1),

@@ -1,7 +1,7 @@
-"""Compares the transformers library's results for a checkpoint with those of the model imported from it.
+"""The references in tests/references as checkpoints on disk, and the models imported from them.
 
-An archive NAME.npz made by scripts/references holds config.json, weights by their names on disk, documents,
-logits, loss, and gradients by the same names.
+An archive NAME.npz, which a module of tests/references makes, holds config.json, weights by their names on
+disk, documents, logits, loss, and gradients by the same names, all computed by the transformers library.
 """
 
 import functools
@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from safetensors.numpy import save_file
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import AdaptConfig, ComputeConfig, Config, EncoderConfig, ModelConfig
@@ -24,6 +25,11 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 
+REFERENCES = Path(__file__).parents[1] / "references"
+LLMS = ("nemotron_h", "nemotron_h_latent")
+QWEN = ("qwen3", "qwen3_moe", "qwen3_next")
+DEEPSEEK = ("deepseek_v3", "moonlight")
+FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", "canary_qwen")
 CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(
     # Used where the checkpoint has no encoder.
@@ -136,3 +142,22 @@ def _compiled(config: Config) -> Any:
         return -model.leave(x_ND, batch).sum(), model.hidden(x_ND) @ model.gathered_head().T
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
+
+
+def load_reference(name: str) -> dict[str, np.ndarray]:
+    """The arrays of tests/references/NAME.npz."""
+    return dict(np.load(REFERENCES / f"{name}.npz"))
+
+
+def write_published(name: str, folder: Path) -> Path:
+    """The reference's checkpoint as a folder."""
+    arrays = load_reference(name)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(str(arrays["config"]))
+    save_file(group(arrays, "weight"), folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def published(name: str, folder: Path) -> Published:
+    """The reference, written to `folder` and imported from there."""
+    return Published.of(load_reference(name), write_published(name, folder))

@@ -12,8 +12,8 @@ from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
-from scripts.meshes.models import MELS, VOCAB
-from scripts.meshes.runs import FILLED, MICROBATCHES, MOST_DOCUMENTS
+from tests.meshes.models import MELS, VOCAB
+from tests.meshes.runs import FILLED, MICROBATCHES, MOST_DOCUMENTS
 
 ROWS, CAPACITY, AUDIO = 32, 64, 512
 LONGEST_UNIT = 16

@@ -16,11 +16,11 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from scripts.comparison.errors import worst_error
-from scripts.comparison.weights import random_state
-from scripts.meshes.batches import batch_for
-from scripts.meshes.models import MODEL, PLAIN
-from scripts.meshes.runs import FILLED, Dtype, variants, with_ctc
+from tests.errors import worst_error
+from tests.meshes.batches import batch_for
+from tests.meshes.models import MODEL, PLAIN
+from tests.meshes.runs import FILLED, Dtype, variants, with_ctc
+from tests.weights import random_state
 
 ORDERS = 24
 """Orders of the same rows, over which the rounding of one device in float32 is measured."""

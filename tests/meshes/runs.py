@@ -5,7 +5,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from jaxthd.config import Config, DataConfig, MeshConfig, TrainConfig
-from scripts.meshes.models import (
+from tests.meshes.models import (
     ADAPTED,
     COMPUTE,
     DEEPSEEK,
