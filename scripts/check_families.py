@@ -3,10 +3,10 @@
     python scripts/check_families.py [--families qwen3 gpt_oss ...]
 
 The models are those of configs/tiny_families.py, the checks those of tests/test_families.py: describe,
-estimate and plan print their tables; a run's loss falls; with LoRA on the decoder only LoRA changes; evaluate,
-score and generate work on the run, and so do two steps of DPO and of GRPO; exported and imported again, the
-arrays are the same bit by bit. Exits 1 unless all of them do. Takes two minutes a family on two idle cores;
-what held is not run again until the code changes.
+estimate and plan print their tables; a run's loss falls; with LoRA on the decoder only LoRA changes;
+evaluate, score and generate work on the run, and so do two steps of DPO and of GRPO; exported and imported
+again, the arrays are the same bit by bit. Exits 1 unless all of them do. Takes two minutes a family on two
+idle cores; what held is not run again until the code changes.
 """
 
 import argparse

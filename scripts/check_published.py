@@ -4,7 +4,7 @@
 
 Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
 names. Takes about three minutes on two idle cores. For each family the library makes a tiny random checkpoint
-and computes its logits, loss and gradients (scripts/references). jaxthd imports the folder, computes the same
+and computes its logits, loss and gradients (tests/references). jaxthd imports the folder, computes the same
 with documents alone and packed, and exports; the library reads the export. Exits 1 unless
 
 - every document's logits are within 1e-4 of the library's, relative to their norm, and so are those that the

@@ -4,7 +4,7 @@
 
 Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
 names. Takes about two minutes on two idle cores. The library makes a tiny random model of odd sizes with a
-tokenizer, and computes log-probabilities of documents, each alone (scripts/references/text_only.py). A config
+tokenizer, and computes log-probabilities of documents, each alone (tests/references/text_only.py). A config
 of three lines names that folder, and `jaxthd.score --every-token` scores the documents, packed, on each mesh
 (data x context x pipeline x tensor) of simulated devices. Exits 1 unless
 

@@ -28,7 +28,7 @@ from jaxthd.run.metrics_file import read_metrics
 from jaxthd.run.trackers.background import CLOSE_SECONDS
 from jaxthd.run.trackers.tracker import scalars
 from jaxthd.run.trackers.wandb_files import histories
-from scripts.check_survival import write_recordings
+from tests.survival import write_recordings
 
 STEPS, KILL_AFTER = 10, 5
 TRACKERS = ("tensorboard", "wandb", "mlflow")

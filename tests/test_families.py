@@ -43,11 +43,11 @@ LIBRARY = {
     "moonlight": "DeepseekV3ForCausalLM",
 }
 STEPS = 24
-PLAIN = "--train.ctc-loss 0 --train.warmup-steps 0 --train.validate-every 0 --data.workers 0".split()
+PLAIN = "--train.ctc-loss 0 --train.warmup-steps 0 --train.validate-every 0 --data.workers 0"
 GRPO = (
     "--train.objective grpo --train.steps 2 --rollout.prompts 2 --rollout.group-size 4 --rollout.rewards wer "
     "--rollout.max-new-tokens 6 --rollout.temperature 2.0"
-).split()
+)
 TEXTS = ("one two three", "seven", "red lights on", "stop")
 
 
@@ -110,7 +110,7 @@ class Commands:
     def start_from(self, out: str, *arguments: Any, name: str = "train") -> Path:
         """The workdir of a run that starts from the trained model's weights, without validation."""
         workdir = self.work / out
-        start = ("--workdir", workdir, "--train.init-from", self.run, *PLAIN)
+        start = ("--workdir", workdir, "--train.init-from", self.run, *PLAIN.split())
         self.call(name, self.config_file, *start, *arguments)
         return workdir
 
@@ -174,7 +174,7 @@ def dpo(on: Commands) -> None:
 
 
 def grpo(on: Commands) -> None:
-    out = on.start_from("grpo", *GRPO, name="grpo")
+    out = on.start_from("grpo", *GRPO.split(), name="grpo")
     assert read_lines(out / "rollouts.jsonl")
 
 

@@ -1,4 +1,4 @@
-"""Each mixer equals the transformers library's NemotronH (scripts/references/nemotron_h.py).
+"""Each mixer equals the transformers library's NemotronH (tests/references/text_models.py).
 
 The whole model is compared, gradients too, in tests/hf/test_families.py.
 """

@@ -1,7 +1,7 @@
 """Writes tests/references/chat/expected.json: how transformers renders chat templates.
 
-    python scripts/references/chat_templates.py           # with transformers (made with 5.23); a few seconds
-    python scripts/references/chat_templates.py --answer  # scripts/check_chat_templates.py asks it
+    python -m tests.references.chat_templates           # with transformers (made with 5.23); a few seconds
+    python -m tests.references.chat_templates --answer  # scripts/check_chat_templates.py asks it
 
 For every template and conversation the file holds the ids of the text without and with a generation prompt
 ("whole", "prompt"), encoded as apply_chat_template encodes them, and the tokens of TOKENS[template], which
@@ -30,7 +30,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-FOLDER = Path(__file__).parents[2] / "tests" / "references" / "chat"
+FOLDER = Path(__file__).parent / "chat"
 SPECIAL = (
     "<|endoftext|>",
     "<|im_start|>",

@@ -1,6 +1,6 @@
 """Writes tests/references/rope.json: frequencies of rotary embeddings, as transformers computes them.
 
-    python scripts/references/rope.py
+    python -m tests.references.rope
 
 Needs torch and transformers. A list of objects:
     fields          of config.json, as published checkpoints have them; some in the older form
@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 import transformers
-from places import arguments
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests.references.common import arguments
 
 LLAMA3 = {
     "factor": 8.0,

@@ -1,6 +1,6 @@
 """Writes tests/references/shar: a Lhotse Shar directory of six cuts, and expected.npz with what lhotse reads.
 
-    python scripts/references/shar.py
+    python -m tests.references.shar
 
 Needs lhotse, which installs torch (made with 1.33.0), not jaxthd. Recordings are tones, which keeps the files
 small; a shard holds three cuts. The cuts are, in order: a range of a recording, with its own context and
@@ -20,7 +20,7 @@ import soundfile
 from lhotse import CutSet, MonoCut, MultiCut, Recording, SupervisionSegment
 from lhotse.shar import SharWriter
 
-OUT = Path(__file__).parents[2] / "tests" / "references" / "shar"
+OUT = Path(__file__).parent / "shar"
 RATE = 16_000
 
 

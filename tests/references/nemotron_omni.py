@@ -1,6 +1,6 @@
 """Writes tests/references/nemotron_omni.npz: a tiny random NemotronH_Omni_Reasoning_V3 of transformers.
 
-    python scripts/references/nemotron_omni.py [--checkpoints FOLDER]
+    python -m tests.references.nemotron_omni [--checkpoints FOLDER]
 
 Needs torch and transformers; takes about 20 s. Float32, eval mode, no vision input. The model is given one
 document at a time, unpadded: a prompt, a recording's frames, a text. save_pretrained's checkpoint stays in
@@ -15,24 +15,34 @@ frame that its encoder masks. Keys (c is a document's number):
     logits.c            [tokens, vocabulary]
     loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over the text tokens after the clip
     grad.NAME           gradient of loss, by tensor on disk
+    margin              as in text_models.py
 """
 
-import tempfile
 from pathlib import Path
 from typing import Any
 
-import nemotron_h
 import numpy as np
 import torch
 import transformers
-from places import arguments
 from safetensors.numpy import load_file
+
+from tests.references import text_models
+from tests.references.common import (
+    Arrays,
+    arguments,
+    biased_sigmoid,
+    gradients,
+    speech_documents,
+    summed_loss,
+    watched,
+    write,
+)
 
 AUDIO_TOKEN, VOCABULARY = 47, 48
 DOCUMENTS = ((3, 61, 5), (1, 203, 9), (2, 20, 1))
 """(prompt tokens, mel frames, text tokens) of each document."""
 TEXT: dict[str, Any] = {
-    **nemotron_h.SHARED,
+    **text_models.NEMOTRON_H,
     "model_type": "nemotron_h",
     "hybrid_override_pattern": "ME*-M",
     "n_routed_experts": 4,
@@ -67,11 +77,10 @@ VISION: dict[str, Any] = {
     "vision_hidden_size": 16,
     "projector_hidden_size": 16,
 }
-MARGIN = 1e-3
 VISION_TENSORS = ("vision_model.", "mlp1.", "vision_final_layernorm.")
 
 
-def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
+def on_disk(named: dict[str, torch.Tensor]) -> Arrays:
     """Renames the library's names in memory to the names of checkpoints on disk."""
     renamed = {
         name.replace("audio_tower.", "sound_encoder.encoder.", 1)
@@ -82,12 +91,12 @@ def on_disk(named: dict[str, torch.Tensor]) -> dict[str, np.ndarray]:
     }
     prefix = "language_model."
     text = {k.removeprefix(prefix): v for k, v in renamed.items() if k.startswith(prefix)}
-    out = {prefix + k: v for k, v in nemotron_h.on_disk(text).items()}
+    out = {prefix + k: v for k, v in text_models.on_disk(text).items()}
     return out | {k: v.detach().numpy().copy() for k, v in renamed.items() if not k.startswith(prefix)}
 
 
 def randomize(model: torch.nn.Module) -> None:
-    nemotron_h.randomize(model)
+    text_models.randomize(model)
     with torch.no_grad():
         for name, x in model.state_dict().items():
             if name.endswith("running_var"):
@@ -98,8 +107,8 @@ def randomize(model: torch.nn.Module) -> None:
                 x.normal_(0.0, (x.numel() / len(x)) ** -0.5)
 
 
-def reference(seed: int, folder: Path) -> tuple[dict[str, np.ndarray], float]:
-    """(all arrays of the archive, the smallest margin of any expert choice)."""
+def reference(seed: int, folder: Path) -> Arrays:
+    """All arrays of the archive. folder: where the checkpoint is saved."""
     torch.manual_seed(seed)
     config = transformers.NemotronH_Omni_Reasoning_V3_Config(
         text_config=TEXT,
@@ -116,61 +125,28 @@ def reference(seed: int, folder: Path) -> tuple[dict[str, np.ndarray], float]:
     weights = {k: v for k, v in on_disk(dict(model.state_dict())).items() if v.ndim}
     assert saved.keys() == weights.keys(), saved.keys() ^ weights.keys()
 
-    margins: list[float] = []
-
-    def gate_hook(gate: Any, _args: Any, result: Any) -> None:
-        biased = (
-            (result[0].detach().sigmoid() + gate.e_score_correction_bias).sort(-1, descending=True).values
-        )
-        margins.append(float((biased[:, gate.top_k - 1] - biased[:, gate.top_k]).min()))
-
-    for layer in model.language_model.model.layers:
-        router: Any = getattr(layer.mixer, "gate", None)
-        if router is not None:
-            router.register_forward_hook(gate_hook)
-
+    margins = watched(model, biased_sigmoid)
     out = {"config": np.asarray((folder / "config.json").read_text())}
     out |= {f"weight.{k}": v for k, v in weights.items()}
     loss = torch.zeros(())
-    for c, (prompt, frames, text) in enumerate(DOCUMENTS):
-        embeddings = -(-frames // 8)
-        words = torch.randint(AUDIO_TOKEN, (prompt + text,))
-        audio = torch.full((embeddings,), AUDIO_TOKEN)
-        tokens = torch.cat([words[:prompt], audio, words[prompt:]])
-        mels = torch.randn(frames, AUDIO["num_mel_bins"])
+    documents = speech_documents(DOCUMENTS, AUDIO_TOKEN, AUDIO["num_mel_bins"])
+    for c, (tokens, mels, first) in enumerate(documents):
         logits = model(
             input_ids=tokens[None],
             input_features=mels[None],
-            input_features_mask=torch.ones(1, frames, dtype=torch.bool),
+            input_features_mask=torch.ones(1, len(mels), dtype=torch.bool),
             use_cache=False,
         ).logits[0]
-        first = prompt + embeddings
-        loss = loss + torch.nn.functional.cross_entropy(
-            logits[first - 1 : -1], tokens[first:], reduction="sum"
-        )
-        out |= {
-            f"tokens.{c}": tokens.numpy(),
-            f"mels.{c}": mels.numpy(),
-            f"logits.{c}": logits.detach().numpy(),
-        }
+        loss = loss + summed_loss(logits, tokens, first)
+        out |= {f"tokens.{c}": tokens.numpy(), f"mels.{c}": mels.numpy()}
+        out[f"logits.{c}"] = logits.detach().numpy()
     loss.backward()
-    grads = {k: torch.zeros_like(p) if p.grad is None else p.grad for k, p in model.named_parameters()}
-    out |= {f"grad.{k}": v for k, v in on_disk(grads).items()}
-    out["loss"] = loss.detach().numpy()
-    return out, min(margins)
+    out |= {f"grad.{k}": v for k, v in on_disk(gradients(model)).items()}
+    return out | {"loss": loss.detach().numpy(), "margin": np.asarray(min(margins))}
 
 
 def main() -> None:
-    options = arguments(__doc__)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder, seed = (options.checkpoints or Path(scratch)) / "nemotron_omni", options.seed
-        out, margin = reference(seed, folder)
-        while margin < MARGIN:
-            seed += 1
-            out, margin = reference(seed, folder)
-    path = options.out / "nemotron_omni.npz"
-    np.savez_compressed(path, **out)  # type: ignore[arg-type]
-    print(f"{path.name}: seed {seed}, margin {margin:.1e}, {path.stat().st_size} bytes")
+    write("nemotron_omni", arguments(__doc__), reference)
 
 
 if __name__ == "__main__":

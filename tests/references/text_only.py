@@ -1,6 +1,6 @@
 """Writes tests/references/text_only: a tiny random NemotronHForCausalLM and its scores of documents.
 
-    python scripts/references/text_only.py [--out FOLDER]     # needs torch and transformers; about 5 s
+    python -m tests.references.text_only [--out FOLDER]     # needs torch and transformers; about 5 s
 
 The sizes are odd: heads of 24, one key and value head, 4 groups, 6 experts of which each token uses 3. The
 two halves of the pattern are equal, so two pipeline stages can form a ring. FOLDER/text_only holds
@@ -10,19 +10,20 @@ two halves of the pattern are equal, so two pipeline stages can form a ring. FOL
     expected.json       for every document: "tokens", its ids, encoded by transformers; "log_probs",
                         log p(tokens[t + 1] | tokens[: t + 1]) over all t, the document alone, unpadded
 
-Float32, eval mode. Seeds are tried until every choice of experts has a margin of MARGIN (see nemotron_h.py).
+Float32, eval mode. Seeds are tried until every choice of experts has a margin of MARGIN (see text_models.py).
 """
 
 import json
 from pathlib import Path
 from typing import Any
 
-import nemotron_h
 import tokenizers
 import torch
 import transformers
-from places import arguments
 from tokenizers import decoders, models, pre_tokenizers, trainers
+
+from tests.references.common import arguments, biased_sigmoid, watched
+from tests.references.text_models import randomize
 
 MARGIN = 1e-4
 ALPHABET = "abcdefghijklmnopqrstuvwxyz ?."
@@ -101,23 +102,13 @@ def encode(tokenizer: Any, messages: list[dict[str, str]]) -> list[int]:
     return tokens
 
 
-def log_probs(model: Any, tokens: list[int]) -> tuple[list[float], float]:
-    """(log-probabilities of all tokens but the first, the smallest margin of any expert choice)."""
-    margins: list[float] = []
-
-    def gate_hook(gate: Any, _args: Any, result: Any) -> None:
-        scores = (result[0].sigmoid() + gate.e_score_correction_bias).sort(-1, descending=True).values
-        margins.append(float((scores[:, gate.top_k - 1] - scores[:, gate.top_k]).min()))
-
-    gates = [layer.mixer.gate for layer in model.model.layers if hasattr(layer.mixer, "gate")]
-    hooks = [gate.register_forward_hook(gate_hook) for gate in gates]
+def log_probs(model: Any, tokens: list[int]) -> list[float]:
+    """The log-probabilities of all tokens but the first."""
     ids = torch.tensor(tokens)
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0]
-    for hook in hooks:
-        hook.remove()
     found = logits.log_softmax(-1)[:-1].gather(1, ids[1:, None])[:, 0]
-    return [round(x, 7) for x in found.tolist()], min(margins)
+    return [round(x, 7) for x in found.tolist()]
 
 
 def main() -> None:
@@ -140,14 +131,15 @@ def main() -> None:
         seed += 1
         torch.manual_seed(seed)
         model = transformers.NemotronHForCausalLM(config).eval()
-        nemotron_h.randomize(model)
+        randomize(model)
+        margins = watched(model, biased_sigmoid)
         found = [log_probs(model, ids) for ids in tokens]
-        margin = min(least for _, least in found)
+        margin = min(margins)
     model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     lines = [json.dumps({"id": str(n), "messages": messages}) for n, messages in enumerate(documents)]
     (folder / "documents.jsonl").write_text("\n".join(lines) + "\n")
-    expected = [{"tokens": ids, "log_probs": values} for ids, (values, _) in zip(tokens, found, strict=True)]
+    expected = [{"tokens": ids, "log_probs": values} for ids, values in zip(tokens, found, strict=True)]
     (folder / "expected.json").write_text("[\n" + ",\n".join(map(json.dumps, expected)) + "\n]\n")
     size = sum(path.stat().st_size for path in folder.iterdir())
     print(f"{folder}: seed {seed}, margin {margin:.1e}, {sum(map(len, tokens))} tokens, {size} bytes")

@@ -1,6 +1,6 @@
 """Writes tests/references/huggingface: a data set of three recordings, as datasets saves it and as parquet.
 
-    python scripts/references/huggingface.py
+    python -m tests.references.huggingface
 
 Needs datasets (made with 5.2.0), not jaxthd. Recordings are tones, which keeps the files small: 0.5 s at
 8 kHz, at 16 kHz in two channels, and at 16 kHz by its path alone, which save_to_disk replaces by the bytes
@@ -18,7 +18,7 @@ import pyarrow
 import soundfile
 from datasets import Audio, Dataset, DatasetInfo, Features, Value
 
-OUT = Path(__file__).parents[2] / "tests" / "references" / "huggingface"
+OUT = Path(__file__).parent / "huggingface"
 
 
 def tone(rate: int, channels: int) -> bytes:

@@ -1,9 +1,9 @@
 """Computes an exported checkpoint's logits with the transformers library and compares them.
 
-    python scripts/references/read_back.py EXPORTED REFERENCE.npz    # needs torch and transformers
+    python -m tests.references.read_back EXPORTED REFERENCE.npz    # needs torch and transformers
 
 Prints JSON: the largest relative error of a document's logits, |x - x'| / |x'|, against REFERENCE's (written
-by the other scripts here), and the tensors that the library found missing or unexpected. Tensors of a vision
+by the other modules here), and the tensors that the library found missing or unexpected. Tensors of a vision
 tower are not counted.
 """
 

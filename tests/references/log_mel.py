@@ -1,6 +1,6 @@
 """Writes tests/references/log_mel.npz: ParakeetFeatureExtractor's features of generated waveforms.
 
-    python scripts/references/log_mel.py
+    python -m tests.references.log_mel
 
 Needs torch and transformers (made with 2.13 and 5.23), not jaxthd. Features are computed twice for each
 waveform: by the extractor as it is, in float32 ("shipped"), and with its FFT, filters and statistics in
@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from transformers import ParakeetFeatureExtractor
 
-OUT = Path(__file__).parents[2] / "tests" / "references" / "log_mel.npz"
+OUT = Path(__file__).parent / "log_mel.npz"
 
 
 class ExactExtractor(ParakeetFeatureExtractor):

@@ -1,6 +1,6 @@
 """Writes tests/references/fastconformer.npz: a tiny random ParakeetEncoder of the transformers library.
 
-    python scripts/references/encoder.py [--checkpoints FOLDER]     # needs torch and transformers; about 5 s
+    python -m tests.references.encoder [--checkpoints FOLDER]     # needs torch and transformers; about 5 s
 
 save_pretrained's checkpoint stays in FOLDER. Float32; the model is given one clip at a time, unpadded,
 without a mask. Keys (c is a clip's number):
@@ -15,13 +15,13 @@ without a mask. Keys (c is a clip's number):
     train.NAME                  running_mean and running_var after that run
 """
 
-import tempfile
 from pathlib import Path
 
 import numpy as np
 import torch
 import transformers
-from places import arguments
+
+from tests.references.common import Arrays, arguments, write
 
 LENGTHS = (8, 16, 17, 100, 203)
 TRAIN_CLIP = 4
@@ -53,16 +53,14 @@ def randomize(model: torch.nn.Module) -> None:
                 x.normal_(0.0, (x.numel() / len(x)) ** -0.5)
 
 
-def main() -> None:
-    options = arguments(__doc__)
-    torch.manual_seed(options.seed)
+def reference(seed: int, folder: Path) -> Arrays:
+    """All arrays of the archive. folder: where the checkpoint is saved."""
+    torch.manual_seed(seed)
     config = transformers.ParakeetEncoderConfig(**CONFIG, **NO_DROPOUT, attn_implementation="eager")
     model = transformers.ParakeetEncoder(config).eval()
     randomize(model)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (options.checkpoints or Path(scratch)) / "fastconformer"
-        model.save_pretrained(folder)
-        out = {"config": np.asarray((folder / "config.json").read_text())}
+    model.save_pretrained(folder)
+    out = {"config": np.asarray((folder / "config.json").read_text())}
     out |= {f"weight.{k}": v.numpy().copy() for k, v in model.state_dict().items() if v.is_floating_point()}
 
     loss = torch.zeros(())
@@ -79,11 +77,11 @@ def main() -> None:
     with torch.no_grad():
         output = model.train()(torch.from_numpy(out[f"mels.{TRAIN_CLIP}"])[None]).last_hidden_state[0]
     out |= {"train.clip": np.asarray(TRAIN_CLIP), "train.output": output.numpy()}
-    out |= {f"train.{k}": v.numpy() for k, v in model.state_dict().items() if "running_" in k}
+    return out | {f"train.{k}": v.numpy() for k, v in model.state_dict().items() if "running_" in k}
 
-    path = options.out / "fastconformer.npz"
-    np.savez_compressed(path, **out)  # type: ignore[arg-type]
-    print(f"{path.name}: {len(out)} arrays, {path.stat().st_size} bytes")
+
+def main() -> None:
+    write("fastconformer", arguments(__doc__), reference)
 
 
 if __name__ == "__main__":

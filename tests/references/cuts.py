@@ -1,6 +1,6 @@
 """Writes tests/references/cuts: a manifest of Lhotse cuts, and expected.npz with what lhotse reads of them.
 
-    python scripts/references/cuts.py
+    python -m tests.references.cuts
 
 Needs lhotse (made with 1.33.0), which installs torch, not jaxthd. Recordings are tones, which keeps the files
 small. The cuts are, in order: a range of a recording; two supervisions, the later one first; channel 1 of
@@ -18,7 +18,7 @@ import numpy as np
 import soundfile
 from lhotse import CutSet, MonoCut, MultiCut, Recording, SupervisionSegment
 
-OUT = Path(__file__).parents[2] / "tests" / "references" / "cuts"
+OUT = Path(__file__).parent / "cuts"
 RATE = 16_000
 
 

@@ -1,6 +1,6 @@
 """Writes tests/references/post_training.json: TRL's losses of preferences and of drawn answers.
 
-    python scripts/references/post_training.py    # with torch and trl (made with 1.16.0); a few seconds
+    python -m tests.references.post_training    # with torch and trl (made with 1.16.0); a few seconds
 
 TRL's own methods compute the losses, from random log-probabilities in float64, in trainers that were never
 initialised. The file holds a list of inputs for each of dpo, kto and grpo, and of cases: jaxthd's options for
@@ -19,11 +19,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from places import arguments
 from trl.experimental.cpo.cpo_trainer import CPOTrainer
 from trl.trainer.dpo_trainer import DPOTrainer
 from trl.trainer.grpo_trainer import GRPOTrainer
 from trl.trainer.kto_trainer import KTOTrainer
+
+from tests.references.common import arguments
 
 LENGTHS = {"dpo": (3, 5, 1, 4, 2, 6), "kto": (4, 2, 5, 1, 3), "grpo": (3, 6, 1, 4, 2, 5)}
 MISMATCHED = (2, 5, 1, 3, 4)

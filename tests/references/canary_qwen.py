@@ -1,7 +1,7 @@
 """Writes tests/references/canary_qwen.npz: a tiny random Canary-Qwen, built as NeMo's SALM builds it.
 
-    python scripts/references/canary_qwen.py [--checkpoints FOLDER]
-    python scripts/references/canary_qwen.py --read-back EXPORTED REFERENCE.npz     # as read_back.py
+    python -m tests.references.canary_qwen [--checkpoints FOLDER]
+    python -m tests.references.canary_qwen --read-back EXPORTED REFERENCE.npz     # as read_back.py
 
 Needs torch, transformers and peft; about 10 s.
 
@@ -16,7 +16,6 @@ no published settings.
 import json
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,9 @@ import numpy as np
 import peft
 import torch
 import transformers
-from places import arguments
 from safetensors.torch import load_file, save_file, save_model
+
+from tests.references.common import Arrays, arguments, speech_documents, summed_loss, write
 
 AUDIO_TOKEN, VOCABULARY = 47, 48
 DOCUMENTS = ((3, 61, 5), (1, 203, 9), (2, 20, 1))
@@ -158,7 +158,8 @@ def randomize(model: torch.nn.Module) -> None:
                 x.normal_(0.0, 0.5 if "embed" in name or "bias_" in name else (x.numel() / len(x)) ** -0.5)
 
 
-def reference(seed: int, folder: Path) -> dict[str, np.ndarray]:
+def reference(seed: int, folder: Path) -> Arrays:
+    """All arrays of the archive. folder: where the checkpoint is saved."""
     torch.manual_seed(seed)
     model = Salm({**CONFIG, "text_config": TEXT}).eval()
     randomize(model)
@@ -169,17 +170,10 @@ def reference(seed: int, folder: Path) -> dict[str, np.ndarray]:
     out: dict[str, Any] = {"config": np.asarray((folder / "config.json").read_text())}
     out |= {f"weight.{k}": x.numpy() for k, x in weights.items()}
     loss = torch.zeros(())
-    for c, (prompt, frames, text) in enumerate(DOCUMENTS):
-        embeddings = -(-frames // 8)
-        words = torch.randint(AUDIO_TOKEN, (prompt + text,))
-        audio = torch.full((embeddings,), AUDIO_TOKEN)
-        tokens = torch.cat([words[:prompt], audio, words[prompt:]])
-        mels = torch.randn(frames, ENCODER["feat_in"])
+    documents = speech_documents(DOCUMENTS, AUDIO_TOKEN, ENCODER["feat_in"])
+    for c, (tokens, mels, first) in enumerate(documents):
         logits = model(tokens, mels)
-        first = prompt + embeddings
-        loss = loss + torch.nn.functional.cross_entropy(
-            logits[first - 1 : -1], tokens[first:], reduction="sum"
-        )
+        loss = loss + summed_loss(logits, tokens, first)
         out |= {f"tokens.{c}": tokens.numpy(), f"mels.{c}": mels.numpy()}
         out[f"logits.{c}"] = logits.detach().numpy()
     loss.backward()
@@ -213,13 +207,7 @@ def main() -> None:
     if "--read-back" in sys.argv:
         folder, npz = map(Path, sys.argv[2:])
         return read_back(folder, npz)
-    options = arguments(__doc__)
-    with tempfile.TemporaryDirectory() as scratch:
-        folder = (options.checkpoints or Path(scratch)) / "canary_qwen"
-        out = reference(options.seed, folder)
-    path = options.out / "canary_qwen.npz"
-    np.savez_compressed(path, **out)  # type: ignore[arg-type]
-    print(f"{path.name}: {path.stat().st_size} bytes")
+    write("canary_qwen", arguments(__doc__), reference)
 
 
 if __name__ == "__main__":
