@@ -6,8 +6,8 @@
 Runs `jaxthd train` on a tiny model and noise, on four simulated devices (tests/survival.py): once
 uninterrupted; once killed repeatedly and restarted by the same command; once stopped by SIGTERM and
 continued. Every line of metrics that any of them ever wrote must equal the uninterrupted run's, to the bit.
-Then checkpoints are damaged: each time, either the damage is reported and the previous checkpoint is restored,
-or the restored state is the same to the bit. With --grpo it is `jaxthd grpo` that is killed, while drawing,
+Then checkpoints are damaged: each time, either the damage is reported and the previous checkpoint restored,
+or the state is the same to the bit. With --grpo it is `jaxthd grpo` that is killed, while drawing,
 rewarding, updating or saving; its answers must be the same, too. Prints a table; exits 1 if a check fails.
 Takes about 5 minutes on 2 cores.
 """

@@ -10,7 +10,7 @@ import tyro
 
 from jaxthd.config import Config, MeshConfig, RolloutConfig
 from jaxthd.terminal.settings import all_groups, groups
-from scripts.write_reference import METRICS, REFERENCE, metrics_reference, reference
+from tests.docs.reference import METRICS, REFERENCE, metrics_reference, reference
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """The runs that are compared: which model on which mesh, with which schedule, exchange and layout."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any, Literal
 
 from jaxthd.config import Config, DataConfig, MeshConfig, TrainConfig
@@ -19,6 +20,8 @@ from tests.meshes.models import (
 )
 
 Dtype = Literal["float32", "float64"]
+WITHOUT_QUERIES = replace(DEEPSEEK["latent_attention"], q_lora_rank=0)
+"""DeepSeek-V3's attention without a latent for queries."""
 MICROBATCHES, MOST_DOCUMENTS = 4, 16
 FILLED = DataConfig(max_documents=1)
 """Of runs in which each row is one document that fills the buffer."""
@@ -80,21 +83,28 @@ def predicting(dtype: Dtype = "float32") -> list[Config]:
     ]
 
 
-def qwen3(dtype: Dtype = "float32") -> list[Config]:
-    """Runs with Qwen3's blocks. They cover interleaved, sequence-sharded stages and the layout by documents;
-    experts over data and context with a ring; more context ranks."""
-    chosen = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))
-    llm = replace(MODEL.llm, **QWEN3)
+FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "qwen3": (QWEN3,) * 3,
+    "qwen3_next": (QWEN3_NEXT,) * 3,
+    "gpt_oss": (GPT_OSS,) * 3,
+    "deepseek": (DEEPSEEK, DEEPSEEK | {"latent_attention": WITHOUT_QUERIES}, DEEPSEEK),
+}
+"""Settings of the decoder in each run with a family's blocks."""
+CHOSEN = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))
+"""(mesh, variant) of these runs. They cover interleaved, sequence-sharded stages and the layout by documents;
+experts over data and context with a ring; more context ranks. In the last one each of 4 context ranks has a
+value head of Qwen3-Next of its own."""
+REACHING = (CHOSEN[1], CHOSEN[0], (MeshConfig(1, 8, 1, 1), 0))
+"""Those of GPT-OSS: more context ranks than a window reaches."""
+
+
+def of_family(name: str, dtype: Dtype = "float32") -> list[Config]:
+    """Runs with the blocks of a family."""
+    chosen = REACHING if name == "gpt_oss" else CHOSEN
     return [
-        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=llm)) for mesh, variant in chosen
+        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=replace(MODEL.llm, **settings)))
+        for (mesh, variant), settings in zip(chosen, FAMILIES[name], strict=True)
     ]
-
-
-def qwen3_next(dtype: Dtype = "float32") -> list[Config]:
-    """Runs with Qwen3-Next's blocks, as those of qwen3. In the last one each of 4 context ranks has a value
-    head of its own."""
-    llm = replace(MODEL.llm, **QWEN3_NEXT)
-    return [replace(run, model=replace(MODEL, llm=llm)) for run in qwen3(dtype)]
 
 
 def whole(dtype: Dtype = "float32") -> list[Config]:
@@ -168,26 +178,6 @@ def unlike(dtype: Dtype = "float32") -> list[Config]:
     return found
 
 
-def gpt_oss(dtype: Dtype = "float32") -> list[Config]:
-    """Runs with GPT-OSS's blocks. They cover a ring with experts over data and context; interleaved,
-    sequence-sharded stages and the layout by documents; more context ranks than a window reaches."""
-    chosen = ((MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 2, 2, 2), 1), (MeshConfig(1, 8, 1, 1), 0))
-    llm = replace(MODEL.llm, **GPT_OSS)
-    return [
-        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=llm)) for mesh, variant in chosen
-    ]
-
-
-def deepseek(dtype: Dtype = "float32") -> list[Config]:
-    """Runs with DeepSeek-V3's blocks, as those of qwen3. The second one has no latent for queries."""
-    latent = replace(DEEPSEEK["latent_attention"], q_lora_rank=0)
-    settings = (DEEPSEEK, DEEPSEEK | {"latent_attention": latent}, DEEPSEEK)
-    return [
-        replace(run, model=replace(MODEL, llm=replace(MODEL.llm, **one)))
-        for run, one in zip(qwen3(dtype), settings, strict=True)
-    ]
-
-
 def mixed(dtype: Dtype = "float32") -> list[Config]:
     """A run with the blocks of all families: experts over data and context, a ring."""
     llm = replace(MODEL.llm, **MIXED)
@@ -198,3 +188,20 @@ def with_ctc(config: Config) -> Config:
     """Adds a CTC loss. It covers 16 of the 37 documents with audio."""
     train = replace(config.train, ctc_loss=0.3, ctc_max_labels=5)
     return replace(config, train=train, data=DataConfig(max_documents=MOST_DOCUMENTS))
+
+
+def plain(dtype: Dtype = "float32") -> list[Config]:
+    """All runs of the plain model: every mesh, in its variants."""
+    return [config for mesh in meshes() for config in variants(mesh, dtype)]
+
+
+KINDS: dict[str, Callable[[Dtype], list[Config]]] = {
+    "plain": plain,
+    "lora": adapted,
+    "mtp": predicting,
+    **{name: partial(of_family, name) for name in FAMILIES},
+    "mixed": mixed,
+    "whole": whole,
+    "unlike": unlike,
+}
+"""All runs, by their kind."""

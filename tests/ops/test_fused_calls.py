@@ -1,54 +1,35 @@
-"""Runs the fused attention back-ends through their libraries' own Python code, without a GPU.
+"""The fused attention back-ends through their libraries' own Python code, without a GPU.
+
+Transformer Engine and jax check, convert and shard their arguments before a kernel sees them. Here all
+of that code runs on a CPU; only the kernels are replaced, by dense references given the same arguments.
+Transformer Engine's compiled part, which needs CUDA, is replaced by a stand-in; its Python part is the
+installed one, version 2.18 or later:
 
     pip install --no-deps transformer-engine pydantic pydantic-core annotated-types typing-inspection
-    python scripts/check_fused_calls.py
 
-Transformer Engine and jax check, convert and shard their arguments before a kernel sees them. Here all of
-that code runs on a CPU. Only the kernels are replaced, by dense references given the same arguments: the
-lengths of the segments and where they start (tests/ops/dense_kernels.py). Transformer Engine's
-compiled part, which needs CUDA, is replaced by a stand-in; its Python part is the installed one, version 2.18
-or later. A back-end whose library is missing is skipped and reported.
-
-Each back-end must then pass the admission probe, once with as many key/value heads as query heads and once
-with fewer. The whole model's loss and gradients on meshes of 8 simulated devices, in float32, are compared
-with one device in float64, as in scripts/check_meshes.py; but not the gradients of the encoder's parameters.
-These back-ends compute the decoder's attention; the encoder's own makes of the same rounding errors some ten
-times larger ones, on one device too. Exits 1 if any comparison fails.
-
-It takes minutes. It does not show that the real kernels run, or that their results are right: admission tests
-that, on a GPU.
+It does not show that the real kernels run, or that their results are right: admission tests that, on a GPU.
 """
 
 import os
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from importlib.metadata import version
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from tests.quick_compilation import quick_on_devices
-
-os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ.setdefault("PJRT_NPROC", "32")  # threads; see jaxthd.run.startup.simulate_devices
-os.environ["XLA_FLAGS"] = quick_on_devices()
-os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no CUDA libraries are loaded
-
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.interpreters import mlir
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.kernels.attention_probe import error_bound, probe_errors
-from jaxthd.kernels.choose import attention_shape, using
+from jaxthd.kernels.choose import using
 from jaxthd.kernels.machine import installed
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.backend import version_numbers
-from jaxthd.terminal.tables import table
 from tests.meshes.gradients import check, of_decoder
 from tests.meshes.runs import variants
 from tests.ops import dense_kernels
@@ -96,6 +77,7 @@ def with_stand_in() -> str | None:
     """
     if not (found := installed("transformer-engine")):
         return None
+    os.environ["NVTE_PROJECT_BUILDING"] = "1"  # no CUDA libraries are loaded
     compiled: Any = _Compiled("transformer_engine_jax")
     compiled.__spec__ = ModuleSpec("transformer_engine_jax", None)
     compiled.registrations = dict
@@ -165,56 +147,38 @@ def _backward(q: Any, k: Any, v: Any, *more: Any, config: Any) -> Any:
     return [x[None] for x in gradients]
 
 
-def probes(name: str) -> list[list[str]]:
-    """Table rows: the errors of the admission probe."""
-    rows = []
-    for heads, kv_heads in HEADS:
-        if name == "cudnn" and heads != kv_heads and version_numbers(jax.__version__) < GROUPED_LEAST:
-            continue
-        shape = AttentionShape("bfloat16", heads, kv_heads, 64)
-        errors = probe_errors(BACKENDS[name], shape)
-        rows.append(row(f"admission: {shape}", max(errors.values()), error_bound("bfloat16")))
-    return rows
-
-
-def steps(name: str) -> list[list[str]]:
-    """Table rows: errors of the model's loss and gradients on meshes."""
-    rows = []
-    for config in (config for mesh in MESHES for config in variants(mesh)):
-        if name == "cudnn" and version_numbers(jax.__version__) < GROUPED_LEAST:
-            config = with_all_heads(config)
-        found = check(using(config, attention_backend=name), of_decoder)
-        heads = "{0.q_heads} and {0.kv_heads} heads".format(attention_shape(config))
-        what = f"mesh {found['mesh']}, {found['exchange']}, {found['layout']}, {heads} a rank"
-        rows.append(row(what, found["error"], found["allowed"]))
-    return rows
-
-
-def with_all_heads(config: Config) -> Config:
-    """The same config with as many key/value heads as query heads."""
-    llm = config.model.llm
-    return replace(config, model=replace(config.model, llm=replace(llm, kv_heads=llm.q_heads)))
-
-
-def row(what: str, error: float, bound: float) -> list[str]:
-    return [what, f"{error:.1e}", f"{bound:.1e}", "" if error <= bound else "FAILS"]
-
-
-def main() -> None:
+@pytest.fixture(scope="module", params=["te", "cudnn"])
+def backend(request: pytest.FixtureRequest) -> str:
+    """A back-end whose library is there, over dense kernels."""
     dense_kernels.under_jax(setattr)
-    libraries = {"te": with_stand_in(), "cudnn": f"jax {jax.__version__}"}
-    failed = False
-    for name, library in libraries.items():
-        if library is None:
-            print(f"{name}: not run, transformer-engine is not installed")
-            continue
-        library = f"Transformer Engine {library}, jax {version('jax')}" if name == "te" else library
-        rows = [*probes(name), *steps(name)]
-        failed |= any(cells[-1] for cells in rows)
-        print(f"{table(f'{name}: {library}', '|error|at most|', rows)}\n", flush=True)
-    if failed:
-        sys.exit(1)
+    if request.param == "te" and not with_stand_in():
+        pytest.skip("transformer-engine is not installed")
+    return request.param
 
 
-if __name__ == "__main__":
-    main()
+def is_grouped(name: str) -> bool:
+    """Whether the back-end takes fewer key/value heads than query heads."""
+    return name != "cudnn" or version_numbers(jax.__version__) >= GROUPED_LEAST
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("heads", "kv_heads"), HEADS)
+def test_a_fused_back_end_passes_the_admission_probe(backend: str, heads: int, kv_heads: int):
+    if heads != kv_heads and not is_grouped(backend):
+        pytest.skip("this version of jax has no grouped heads")
+    errors = probe_errors(BACKENDS[backend], AttentionShape("bfloat16", heads, kv_heads, 64))
+    assert max(errors.values()) <= error_bound("bfloat16"), errors
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("config", [config for mesh in MESHES for config in variants(mesh)])
+def test_a_fused_back_end_changes_neither_loss_nor_gradients(backend: str, config: Config, record_property):
+    """In float32 on 8 devices, against float64 on one device; without the gradients of the encoder's
+    parameters: the encoder's own attention makes of the same rounding errors some ten times larger ones.
+    """
+    if not is_grouped(backend):
+        llm = replace(config.model.llm, kv_heads=config.model.llm.q_heads)
+        config = replace(config, model=replace(config.model, llm=llm))
+    row = check(using(config, attention_backend=backend), of_decoder)
+    record_property("error", f"{row['error']:.1e}")
+    assert row["error"] <= row["allowed"], row

@@ -1,7 +1,4 @@
-"""Reward functions that misbehave in every way, for scripts/fuzz_rewards.py and tests/rewards.
-
-Worker processes import this.
-"""
+"""Reward functions that misbehave in every way. Worker processes import this."""
 
 import ctypes
 import os
@@ -94,5 +91,3 @@ WAYS: dict[str, Callable[[Group], Any]] = {
 """The ways, by name."""
 HANGING = ("endless loop", "sleep", "ignore signals", "hold the lock", "leave a process")
 """Those that do not come back."""
-GOOD = ("well", "fork", "print", "whole numbers")
-"""Those that give one number for each answer, of two."""

@@ -1,39 +1,31 @@
-"""Whether W&B and MLflow hold every step of a killed and continued run once, as metrics.jsonl has it.
+"""The packages of W&B and MLflow hold every step of a killed and continued run once, as metrics.jsonl does.
 
-    python scripts/check_trackers.py
-
-Needs wandb and mlflow (pip install -e '.[wandb,mlflow]'); installs nothing and uses no network. Runs
-`jaxthd train` and `jaxthd grpo` on tiny models and noise, on the CPU, with all three trackers: W&B offline,
-MLflow in files. Each run is killed (kill -9) and continued by the same command. Then what the packages wrote
-is read back and compared with metrics.jsonl, number by number. Last, a run whose trackers all fail must end
-well, and so must one whose W&B process is stopped (SIGSTOP) before the end, which W&B would wait for as
-Python exits. Prints a line for each check; exits 1 if one fails. Takes about 4 minutes on 2 cores.
+Needs pip install -e '.[wandb,mlflow]' and no network: W&B is offline, MLflow in files.
 """
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
+
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.run.trackers.background import CLOSE_SECONDS
 from jaxthd.run.trackers.tracker import scalars
 from jaxthd.run.trackers.wandb_files import histories
-from tests.survival import write_recordings
+from tests import survival
 
+pytestmark = pytest.mark.nightly
 STEPS, KILL_AFTER = 10, 5
 TRACKERS = ("tensorboard", "wandb", "mlflow")
-ROOT = Path(__file__).parents[1]
-CONFIGS = {"train": "check_survival.py", "grpo": "check_grpo_survival.py"}
 Points = dict[tuple[str, int], float]
 """Values by (tag, step)."""
 
@@ -46,38 +38,37 @@ class History(NamedTuple):
     repeated: int
 
 
-def main() -> int:
-    missing = [name for name in ("wandb", "mlflow") if importlib.util.find_spec(name) is None]
-    if missing:
-        print(f"{', '.join(missing)} not installed; expected both: pip install -e '.[wandb,mlflow]'")
-        return 1
-    rows: list[tuple[bool, str]] = []
-    with tempfile.TemporaryDirectory(prefix="jaxthd-trackers-") as name:
-        folder = Path(name)
-        write_recordings(folder)
-        for command in CONFIGS:
-            workdir = folder / command
-            killed_at = run(command, folder, workdir, kill=True)
-            last = run(command, folder, workdir)
-            rows.append((last == STEPS, f"{command}: killed after step {killed_at}, ended with step {last}"))
-            expected = points(read_metrics(workdir))
-            for tracker, found in (("W&B", of_wandb(workdir)), ("MLflow", of_mlflow(workdir))):
-                rows.append(compared(f"{command}: {tracker}", found, expected))
-        broken = {"WANDB_MODE": "online", "WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
-        broken |= {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
-        last = run("train", folder, folder / "broken", more=broken | {"WANDB_INIT_TIMEOUT": "5"})
-        log = (folder / "broken.log").read_text()
-        reports = [log.count(f"the tracker {name} has failed") for name in TRACKERS]
-        says = "without any server: ended with step {}, reports of tensorboard, wandb, mlflow {}"
-        rows.append((last == STEPS and reports == [0, 1, 1], says.format(last, reports)))
-        rows.append(with_stopped_service(folder))
-    for holds, text in rows:
-        print(f"{'holds' if holds else 'FAILS':5}  {text}")
-    return 0 if all(holds for holds, _ in rows) else 1
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with recordings, where both packages are installed."""
+    for name in ("wandb", "mlflow"):
+        pytest.importorskip(name)
+    survival.write_recordings(tmp_path)
+    return tmp_path
 
 
-def with_stopped_service(folder: Path) -> tuple[bool, str]:
-    """A run whose W&B process is stopped after KILL_AFTER steps, so that it never answers again."""
+@pytest.mark.parametrize("command", ["train", "grpo"])
+def test_trackers_hold_what_metrics_jsonl_holds(command: str, folder: Path):
+    """Number by number, after kill -9 and the same command again."""
+    workdir = folder / command
+    assert run(command, folder, workdir, kill=True) < STEPS
+    assert run(command, folder, workdir) == STEPS
+    expected = points(read_metrics(workdir))
+    for found in (of_wandb(workdir), of_mlflow(workdir)):
+        assert_holds(found, expected)
+
+
+def test_a_run_whose_trackers_fail_ends_well(folder: Path):
+    """Each is reported once."""
+    broken = {"WANDB_MODE": "online", "WANDB_API_KEY": "x" * 40, "WANDB_BASE_URL": "http://127.0.0.1:9"}
+    broken |= {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
+    assert run("train", folder, folder / "broken", more=broken | {"WANDB_INIT_TIMEOUT": "5"}) == STEPS
+    log = (folder / "broken.log").read_text()
+    assert [log.count(f"the tracker {name} has failed") for name in TRACKERS] == [0, 1, 1]
+
+
+def test_a_run_whose_wandb_process_never_answers_ends_well(folder: Path):
+    """W&B would wait for its process, which is stopped (SIGSTOP), as Python exits."""
     workdir = folder / "stopped"
     process = start("train", folder, workdir)
     while process.poll() is None and last_step(workdir) < KILL_AFTER:
@@ -85,20 +76,16 @@ def with_stopped_service(folder: Path) -> tuple[bool, str]:
     services = [pid for pid in children(process.pid) if "wandb" in Path(f"/proc/{pid}/comm").read_text()]
     for pid in services:
         os.kill(pid, signal.SIGSTOP)
-    while process.poll() is None and last_step(workdir) < STEPS:
-        time.sleep(0.02)
-    began = time.monotonic()
     try:
-        status: int | str = process.wait(10 * CLOSE_SECONDS)
-    except subprocess.TimeoutExpired:
+        while process.poll() is None and last_step(workdir) < STEPS:
+            time.sleep(0.02)
+        status = process.wait(10 * CLOSE_SECONDS)
+    finally:
         process.kill()
-        status = "none: it hangs"
-    for pid in services:
-        os.kill(pid, signal.SIGKILL)
-    last, reports = last_step(workdir), (folder / "stopped.log").read_text().count("has not ended within")
-    text = f"W&B's process stopped: {len(services)} stopped, ended with step {last}, exit status {status}, "
-    text += f"{time.monotonic() - began:.0f} s after it, {reports} report"
-    return (last, status, reports, len(services)) == (STEPS, 0, 1, 1), text
+        for pid in services:
+            os.kill(pid, signal.SIGKILL)
+    assert (last_step(workdir), status, len(services)) == (STEPS, 0, 1)
+    assert (folder / "stopped.log").read_text().count("has not ended within") == 1
 
 
 def children(process: int) -> list[int]:
@@ -126,12 +113,10 @@ def run(
 
 def start(command: str, folder: Path, workdir: Path, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
     """Starts or continues a run, with the trackers."""
-    options: dict[str, Any] = {
-        "config": ROOT / "scripts" / CONFIGS[command],
-        "data.manifest": folder / "manifest.jsonl",
-    }
-    options |= {"workdir": workdir, "train.steps": STEPS, "mesh.data": 1, "mesh.context": 1}
+    options = {"config": survival.__file__, "data.manifest": folder / "manifest.jsonl", "workdir": workdir}
     words = [text for option, value in options.items() for text in (f"--{option}", str(value))]
+    words += survival.GRPO.split() if command == "grpo" else []
+    words += ["--train.steps", str(STEPS), "--mesh.data", "1", "--mesh.context", "1"]
     words += ["--train.trackers", *TRACKERS]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline"}
     environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), **more}
@@ -151,7 +136,7 @@ def points(lines: list[dict[str, Any]]) -> Points:
     return {(tag, line["step"]): value for line in lines for tag, value in scalars(line).items()}
 
 
-def compared(what: str, found: History, expected: Points) -> tuple[bool, str]:
+def assert_holds(found: History, expected: Points) -> None:
     """Timings of steps that ran twice differ; the tracker has those of the first time."""
     timed = ("second", "seconds", "goodput", "utilisation")
     wrong = [
@@ -160,11 +145,10 @@ def compared(what: str, found: History, expected: Points) -> tuple[bool, str]:
         if key not in found.points
         or not (key[0].endswith(timed) or found.points[key] == value or math.isnan(value))
     ]
-    steps = {step for _, step in found.points}
-    holds = not wrong and not found.repeated and len(found.runs) == 1 and steps == {s for _, s in expected}
-    text = f"{len(found.points)} numbers of {len(steps)} steps in {len(found.runs)} run(s), "
-    text += f"{len(wrong)} wrong or missing, {found.repeated} repeated"
-    return holds, f"{what}: {text}{f', such as {wrong[0]}' if wrong else ''}"
+    assert not wrong
+    assert not found.repeated
+    assert len(found.runs) == 1
+    assert {step for _, step in found.points} == {step for _, step in expected}
 
 
 def of_mlflow(workdir: Path) -> History:
@@ -196,7 +180,3 @@ def of_wandb(workdir: Path) -> History:
                     repeated += (tag, history["_step"]) in found
                     found[tag, history["_step"]] = float(value)
     return History(runs, found, repeated)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
