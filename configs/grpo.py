@@ -4,7 +4,7 @@
 
 It starts from runs/first_run, which is trained first if it is missing (configs/first_run.py, four minutes).
 Each step draws 8 answers to each of 16 recordings, and rewards each with minus its word error rate.
-scripts/compare_posttraining.py compares it with other ways to spend the same time.
+docs/post_training.md compares it with other ways to spend the same time.
 """
 
 from dataclasses import replace

@@ -207,7 +207,7 @@ def clock(lengths: Sequence[int], kind: str, capacity: int, count: int, contexts
     from jaxthd.parallel.mesh import make_mesh, put_batch
     from jaxthd.steps.blueprint import Blueprint
     from jaxthd.steps.training import loss_and_gradient
-    from scripts.comparison.weights import random_state
+    from tests.weights import random_state
 
     layouts: tuple[LayoutKind, ...] = ("buffer", "document", "whole")
     rows = []

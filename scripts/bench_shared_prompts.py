@@ -43,7 +43,7 @@ from jaxthd.steps.training import loss_and_gradient
 from jaxthd.terminal.tables import Claim, conclude, show
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.comparison.weights import random_state
+from tests.weights import random_state
 
 WIDE = LLMConfig(
     pattern="M*-",

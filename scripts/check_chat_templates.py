@@ -37,7 +37,6 @@ from jaxthd.errors import UserError
 from jaxthd.terminal.tables import Claim, conclude, table
 
 ROOT = Path(__file__).parents[1]
-REFERENCE = Path(__file__).parent / "references" / "chat_templates.py"
 CHAT = ROOT / "tests" / "references" / "chat"
 OWN = ("qwen3", "gpt_oss", "deepseek_v3", "moonlight", "nemotron")
 TEXTS = (
@@ -145,12 +144,10 @@ def main() -> None:
             assert isinstance(tokenizer, FileTokenizer)
             template = ChatTemplate(tokenizer, {})
             audio = tokenizer.audio_text or "<|audioplaceholder|>"
-            asked = [
-                json.dumps({"folder": str(folder), "messages": c.messages, "variables": {}, "audio": audio})
-                for c in cases
-            ]
-            command = [options.python_reference, str(REFERENCE), "--answer"]
-            done = subprocess.run(command, input="\n".join(asked), capture_output=True, text=True)
+            given = {"folder": str(folder.absolute()), "variables": {}, "audio": audio}
+            asked = [json.dumps(given | {"messages": case.messages}) for case in cases]
+            command = [options.python_reference, "-m", "tests.references.chat_templates", "--answer"]
+            done = subprocess.run(command, input="\n".join(asked), capture_output=True, text=True, cwd=ROOT)
             if done.returncode:
                 sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
             answers = list(map(json.loads, done.stdout.splitlines()))

@@ -68,7 +68,7 @@ from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from jaxthd.terminal.tables import show
 from scripts import bench_attention, bench_scan
-from scripts.comparison.errors import relative_errors
+from tests.errors import relative_errors
 
 ROOT = Path(__file__).parent.parent
 RESULT = "RESULT "

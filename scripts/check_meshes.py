@@ -17,7 +17,7 @@ The model has all four mixers (two such units), experts over the data and contex
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
 so batch statistics and the auxiliary loss are the same too.
 
-A row's error is the largest over all tensors, as scripts/comparison/errors.py defines it. Float64 runs are
+A row's error is the largest over all tensors, as tests/errors.py defines it. Float64 runs are
 compared with one device; the limit is 1e-10. Float32 runs are compared with float64 on one device; the limit
 is 1e-5, or three times the error of one device in float32 where that is more. That error is 3e-6 to 2.7e-5,
 over 24 orders of the same rows; the worst tensor is a bias of the tiny random encoder's attention.
@@ -32,12 +32,11 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from scripts.comparison.quick_compilation import quick_on_devices
+from tests.quick_compilation import quick_on_devices
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # Threads, four a device; see jaxthd.run.startup.simulate_devices.
@@ -48,35 +47,17 @@ import numpy as np
 
 from jaxthd.config import MeshConfig
 from jaxthd.terminal.tables import table
-from scripts.meshes.gradients import ORDERS, check, everything, own_errors
-from scripts.meshes.models import MODEL, PLAIN
-from scripts.meshes.runs import (
-    adapted,
-    deepseek,
-    gpt_oss,
-    meshes,
-    mixed,
-    predicting,
-    qwen3,
-    qwen3_next,
-    unlike,
-    variants,
-    whole,
-)
+from tests.meshes.gradients import ORDERS, check, everything, own_errors
+from tests.meshes.models import MODEL, PLAIN
+from tests.meshes.runs import KINDS, variants
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
     columns = "|stages|exchange|layout|cut|residual|adapted|MTP|loss|error|at most|seconds"
+    names = ("mesh", "stages", "exchange", "layout", "cut", "residual", "adapted", "mtp")
     cells = [
         [
-            r["mesh"],
-            r["stages"],
-            r["exchange"],
-            r["layout"],
-            r["cut"],
-            r["residual"],
-            r["adapted"],
-            r["mtp"],
+            *(r[name] for name in names),
             f"{r['loss']:.7f}",
             f"{r['error']:.1e}" + ("" if r["error"] <= r["allowed"] else " FAILS"),
             f"{r['allowed']:.1e}",
@@ -91,33 +72,20 @@ def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    families = ("qwen3", "qwen3_next", "gpt_oss", "deepseek")
-    names = ("plain", "lora", "mtp", *families, "mixed", "whole", "unlike")
-    parser.add_argument("--only", choices=names, help="one kind of rows")
+    parser.add_argument("--only", choices=KINDS, help="one kind of rows")
     parser.add_argument("--mesh", type=int, nargs=4, help="plain rows of this mesh alone, as 2 2 2 2")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")
     parser.add_argument("--dtype", choices=("float32", "float64"), default="float32")
     parser.add_argument("--out", type=Path, default=Path("runs/check_meshes.jsonl"))
     options = parser.parse_args(argv)
 
-    kinds = {
-        "plain": [config for mesh in meshes() for config in variants(mesh, options.dtype)],
-        "lora": adapted(options.dtype),
-        "mtp": predicting(options.dtype),
-        "qwen3": qwen3(options.dtype),
-        "qwen3_next": qwen3_next(options.dtype),
-        "gpt_oss": gpt_oss(options.dtype),
-        "deepseek": deepseek(options.dtype),
-        "mixed": mixed(options.dtype),
-        "whole": whole(options.dtype),
-        "unlike": unlike(options.dtype),
-    }
-    runs = kinds[options.only] if options.only else list(chain(*kinds.values()))
+    chosen = [options.only] if options.only else KINDS
+    runs = [config for kind in chosen for config in KINDS[kind](options.dtype)]
     if options.mesh:
         runs = variants(MeshConfig(*options.mesh), options.dtype)
     if options.sample:
-        chosen = np.random.default_rng(0).permutation(len(runs))[: options.sample]
-        runs = [runs[i] for i in sorted(chosen)]
+        drawn = np.random.default_rng(0).permutation(len(runs))[: options.sample]
+        runs = [runs[i] for i in sorted(drawn)]
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.touch()
     done = {row["config"]: row for row in map(json.loads, options.out.read_text().splitlines())}

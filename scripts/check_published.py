@@ -4,12 +4,12 @@
 
 Needs torch and transformers: in this environment, or in another one, whose interpreter --python-reference
 names. Takes about three minutes on two idle cores. For each family the library makes a tiny random checkpoint
-and computes its logits, loss and gradients (scripts/references). jaxthd imports the folder, computes the same
+and computes its logits, loss and gradients (tests/references). jaxthd imports the folder, computes the same
 with documents alone and packed, and exports; the library reads the export. Exits 1 unless
 
 - every document's logits are within 1e-4 of the library's, relative to their norm, and so are those that the
   library computes from the export;
-- every parameter's gradient is within 1e-3 (see scripts/comparison/errors.py);
+- every parameter's gradient is within 1e-3 (see tests/errors.py);
 - the export's tensors, and those of an export of the imported export, equal the original's bit by bit, and
   the library finds none missing or unexpected.
 """
@@ -29,12 +29,12 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.terminal.tables import Claim, conclude, table
-from scripts.comparison.errors import relative_errors
-from scripts.comparison.published import Published
+from tests.errors import relative_errors
+from tests.hf.published import Published
 
-REFERENCES = ("nemotron_h", "qwen3", "deepseek_v3", "gpt_oss", "encoder", "nemotron_omni")
-"""The scripts that make them."""
-SCRIPTS = Path(__file__).parent / "references"
+ROOT = Path(__file__).parents[1]
+REFERENCES = {"text_models": "llm", "encoder": "encoder", "nemotron_omni": "omni"}
+"""The modules of tests/references that make them, with the form in which they are exported."""
 FAMILIES = {
     "nemotron_h": "llm",
     "nemotron_h_latent": "llm",
@@ -48,14 +48,6 @@ FAMILIES = {
     "nemotron_omni": "omni",
 }
 """The references, each with the form in which it is exported."""
-MADE_TOO = {
-    "qwen3": ("qwen3_moe", "qwen3_next"),
-    "deepseek_v3": ("moonlight",),
-    "encoder": ("fastconformer",),
-}
-"""References that a script makes, besides the one of its name."""
-OTHERS = {"nemotron_h", "fastconformer"}
-"""References that complete the models of the others."""
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:
@@ -87,9 +79,9 @@ def main() -> None:
     options = parser.parse_args()
     only = set(options.only or FAMILIES)
 
-    def reference(script: str, *arguments: Any) -> str:
-        command = [options.python_reference, str(SCRIPTS / script), *map(str, arguments)]
-        done = subprocess.run(command, capture_output=True, text=True)
+    def reference(module: str, *arguments: Any) -> str:
+        command = [options.python_reference, "-m", f"tests.references.{module}", *map(str, arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
         if done.returncode:
             sys.exit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
         return done.stdout
@@ -98,10 +90,11 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         work = Path(scratch)
         checkpoints = work / "published"
-        for script in REFERENCES:
-            if {script, *MADE_TOO.get(script, ())} & (only | OTHERS):
+        for module, form in REFERENCES.items():
+            # An encoder completes a language model, and the other way round.
+            if form != "omni" or form in map(FAMILIES.get, only):
                 folders = "--out", work, "--checkpoints", checkpoints
-                reference(f"{script}.py", *folders, "--seed", options.seed)
+                reference(module, *folders, "--seed", options.seed)
         for name, form in FAMILIES.items():
             if name not in only:
                 continue
@@ -120,7 +113,7 @@ def main() -> None:
                 x.keys() == original.keys() and all(x[k].tobytes() == original[k].tobytes() for k in original)
                 for x in exported
             )
-            back = json.loads(reference("read_back.py", work / f"{name}-0", npz).splitlines()[-1])
+            back = json.loads(reference("read_back", work / f"{name}-0", npz).splitlines()[-1])
             lost = len(back["missing_keys"]) + len(back["unexpected_keys"]) + back["mismatched"]
             shown = ["see tests"] * 2
             if form != "encoder":  # tests/models/test_fastconformer.py compares the encoder's

@@ -1,340 +1,44 @@
-"""Whether a run survives kill -9 and SIGTERM at random moments, and damage to its newest checkpoint.
+"""Whether runs survive kill -9 and SIGTERM at random moments, and damage to their newest checkpoint.
 
     python scripts/check_survival.py [--kills 10] [--damages 20] [--seed 0]
+    python scripts/check_survival.py --grpo [--kills 10] [--seed 0]
 
-Runs `python -m jaxthd.train` on a tiny model and noise, on four simulated devices: once uninterrupted; once
-killed repeatedly and restarted by the same command; once stopped by SIGTERM and continued. Every line of
-metrics that any of them ever wrote must equal the uninterrupted run's, to the bit. Then checkpoints are
-damaged: each time, either the damage is reported and the previous checkpoint is restored, or the restored
-state is the same to the bit. Prints a table; exits 1 if a check fails. Takes about 5 minutes on 2 cores.
-
-The runs' config is this file: config() below.
+Runs `jaxthd train` on a tiny model and noise, on four simulated devices (tests/survival.py): once
+uninterrupted; once killed repeatedly and restarted by the same command; once stopped by SIGTERM and
+continued. Every line of metrics that any of them ever wrote must equal the uninterrupted run's, to the bit.
+Then checkpoints are damaged: each time, either the damage is reported and the previous checkpoint restored,
+or the state is the same to the bit. With --grpo it is `jaxthd grpo` that is killed, while drawing,
+rewarding, updating or saving; its answers must be the same, too. Prints a table; exits 1 if a check fails.
+Takes about 5 minutes on 2 cores.
 """
 
 import argparse
-import contextlib
-import io
-import json
-import math
-import os
-import shutil
-import signal
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
 
-import jax
-import numpy as np
-import orbax.checkpoint as ocp
-import soundfile
-from jax.sharding import Sharding, SingleDeviceSharding
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from jaxthd.checkpoints.checkpoint import Checkpoints
-from jaxthd.config import (
-    BlockSizes,
-    ComputeConfig,
-    Config,
-    DataConfig,
-    EncoderConfig,
-    LLMConfig,
-    MeshConfig,
-    ModelConfig,
-    TrainConfig,
-)
-from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import TrainState, abstract_state
-
-STEPS = 48
-TIMED = ("time", "tokens_per_second", "_seconds", "compilations", "goodput", "utilisation")
-"""How the names of fields of a metrics line end that depend on the process and its clock."""
-AUDIO = "audio_seconds"
+from tests.survival import grpo_rows, train_rows
 
 
-def config() -> Config:
-    return Config(
-        mesh=MeshConfig(data=2, context=2),
-        data=DataConfig(
-            manifest=("manifest.jsonl",),
-            validation_manifest="",
-            rows=2,
-            capacity=128,
-            max_documents=8,
-            audio_capacity=320,
-            packing_bins=2,
-        ),
-        model=ModelConfig(
-            encoder=EncoderConfig(
-                layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
-            ),
-            llm=LLMConfig(
-                pattern="M*",
-                dim=16,
-                q_heads=2,
-                kv_heads=1,
-                head_dim=8,
-                mamba_heads=2,
-                mamba_head_dim=8,
-                mamba_state=8,
-                mamba_groups=1,
-            ),
-        ),
-        compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),
-        train=TrainConfig(steps=STEPS, warmup_steps=2, checkpoint_every=3, trackers=()),
-    )
-
-
-class Row(NamedTuple):
-    check: str
-    found: str
-    holds: bool
-
-
-def write_recordings(folder: Path) -> None:
-    """20 ragged recordings of noise and their manifest."""
-    rng = np.random.default_rng(0)
-    lines = []
-    for i, seconds in enumerate(rng.uniform(0.1, 0.8, 20)):
-        soundfile.write(folder / f"{i}.wav", rng.normal(0, 0.1, int(seconds * 16000)), 16000)
-        lines.append({"audio_filepath": f"{i}.wav", "text": f"number {i} " + "la " * int(rng.integers(8))})
-    (folder / "manifest.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-class Run:
-    """A training run in `folder`/NAME, restarted by the same command as often as needed.
-
-    command: of jaxthd. config: its config file.
-    """
-
-    def __init__(self, folder: Path, name: str, command: str = "train", config: str = __file__) -> None:
-        self.workdir = folder / name
-        options = {"config": config, "data.manifest": folder / "manifest.jsonl", "workdir": self.workdir}
-        self._command = [sys.executable, "-m", f"jaxthd.{command}"]
-        self._command += [text for option, value in options.items() for text in (f"--{option}", str(value))]
-        # The compilation is cached, so that a restart takes seconds.
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache")}
-        everything = {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-        self._environment = os.environ | {"JAX_PLATFORMS": "cpu"} | cache | everything
-        self._output = folder / f"{name}.log"
-
-    def start(self) -> subprocess.Popen[bytes]:
-        with self._output.open("ab") as output:
-            return subprocess.Popen(
-                self._command, stdout=output, stderr=subprocess.STDOUT, env=self._environment
-            )
-
-    def lines(self) -> list[dict[str, Any]]:
-        """The metrics lines on disk, without TIMED; an incomplete line is skipped."""
-        file = self.workdir / "metrics.jsonl"
-        entries = []
-        for line in file.read_text().splitlines() if file.exists() else ():
-            with contextlib.suppress(json.JSONDecodeError):
-                entries.append(
-                    {k: v for k, v in json.loads(line).items() if k == AUDIO or not k.endswith(TIMED)}
-                )
-        return entries
-
-    def step(self) -> int:
-        return max((line["step"] for line in self.lines()), default=0)
-
-    def is_saving(self) -> bool:
-        return any((self.workdir / "checkpoints").glob(f"*{ocp.utils.TMP_DIR_SUFFIX}*"))
-
-    def log(self) -> str:
-        return self._output.read_text()[-2000:]
-
-
-STUCK_SECONDS, BUSY_SECONDS = 300.0, 2.0
-"""A process is stuck that in so long uses less processor time. How long a step takes does not matter: on a
-busy machine it may be minutes."""
-
-
-def wait(process: subprocess.Popen[bytes], until: Callable[[], bool], seconds: float = math.inf) -> None:
-    """Waits until the condition holds, the process ends or is stuck, or the time is over."""
-    end, busy, since = time.monotonic() + seconds, _processor_seconds(process), time.monotonic()
-    while process.poll() is None and time.monotonic() < end and not until():
-        time.sleep(0.001)
-        if time.monotonic() - since > STUCK_SECONDS:
-            before, busy, since = busy, _processor_seconds(process), time.monotonic()
-            if busy - before < BUSY_SECONDS:
-                print(f"process {process.pid} is stuck: idle for {STUCK_SECONDS:g} s", file=sys.stderr)
-                return
-
-
-def _processor_seconds(process: subprocess.Popen[bytes]) -> float:
-    """Of all its threads, by Linux."""
-    with contextlib.suppress(OSError):  # it has ended
-        fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
-        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return 0.0
-
-
-def finish(run: Run) -> int:
-    process = run.start()
-    wait(process, lambda: False)
-    process.kill()
-    return process.wait()
-
-
-def differing(lines: list[dict[str, Any]], want: dict[int, dict[str, Any]]) -> list[int]:
-    """Steps whose lines differ from the uninterrupted run's."""
-    return [line["step"] for line in lines if line != want[line["step"]]]
-
-
-def killed(
-    run: Run, kills: int, want: dict[int, dict[str, Any]], rng: np.random.Generator, step_seconds: float = 0.1
-) -> Row:
-    """Kills the run in rotation: while starting, while saving, and at a random moment after a random step."""
-    steps = max(want)
-    saving, lost, wrong, at = 0, [], [], []
-    for number in range(kills):
-        process, before = run.start(), run.step()
-        if number % 5 == 4:
-            wait(process, lambda: False, rng.uniform(0, 10))
-        else:
-            target = before + int(rng.integers(1, 2 + 2 * steps // kills))
-            wait(process, lambda: run.step() >= target)  # noqa: B023  (called in this iteration only)
-            if number % 2:
-                wait(process, run.is_saving)
-            else:
-                time.sleep(rng.uniform(0, step_seconds))
-        process.kill()
-        process.wait()
-        saving += run.is_saving()
-        lines = run.lines()
-        at.append(run.step())
-        wrong += differing(lines, want)
-        saved = max(
-            (int(p.name) for p in (run.workdir / "checkpoints").glob("*") if p.name.isdecimal()), default=0
-        )
-        lost.append(at[-1] - saved)
-    status = finish(run)
-    wrong += differing(run.lines(), want)
-    complete = [line["step"] for line in run.lines()] == list(want)
-    found = (
-        f"after steps {at}, {saving} while saving; {max(lost)} steps lost at most; exit status {status} "
-        f"then, {len(wrong)} lines differ" + ("" if complete and status == 0 else f"; {run.log()}")
-    )
-    return Row(f"kill -9, {kills} times", found, complete and not wrong and status == 0)
-
-
-def terminated(run: Run, want: dict[int, dict[str, Any]], rng: np.random.Generator) -> Row:
-    process, target = run.start(), int(rng.integers(2, STEPS - 5))
-    wait(process, lambda: run.step() >= target)
-    time.sleep(rng.uniform(0, 0.1))
-    process.send_signal(signal.SIGTERM)
-    wait(process, lambda: False)
-    status, at = process.wait(), run.step()
-    again = finish(run)
-    wrong = differing(run.lines(), want)
-    complete = [line["step"] for line in run.lines()] == list(want)
-    found = f"after step {at}: exit status {status}; continued: {again}, {len(wrong)} lines differ"
-    return Row("SIGTERM", found, status == again == 0 and complete and not wrong)
-
-
-def damage(checkpoint: Path, rng: np.random.Generator) -> str:
-    """Damages one file of a checkpoint at random; returns what it did.
-
-    Half of the time every file is equally likely, half of the time every byte is.
-    """
-    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.stat().st_size)
-    sizes = np.array([p.stat().st_size for p in files])
-    weights = sizes / sizes.sum() if rng.integers(2) else None
-    file = files[rng.choice(len(files), p=weights)]
-    name, content = file.relative_to(checkpoint), bytearray(file.read_bytes())
-    start, kind = int(rng.integers(len(content))), rng.choice(["flip", "flip", "truncate", "delete", "zero"])
-    if kind == "delete":
-        file.unlink()
-        return f"{name} deleted"
-    if kind == "flip":
-        bit = int(rng.integers(8))
-        content[start] ^= 1 << bit
-        what = f"bit {bit} of byte {start} flipped"
-    elif kind == "truncate":
-        del content[start:]
-        what = f"cut off at byte {start}"
-    else:
-        end = min(len(content), start + int(rng.integers(1, 4096)))
-        content[start:end] = bytes(end - start)
-        what = f"bytes {start} to {end} zeroed"
-    file.write_bytes(content)
-    return f"{name}: {what}"
-
-
-def bits(state: TrainState) -> list[bytes]:
-    return [np.asarray(x).tobytes() for x in jax.tree.leaves(state)]
-
-
-def damaged(
-    folder: Path, abstract: TrainState, sharding: Sharding, times: int, rng: np.random.Generator
-) -> list[Row]:
-    """Damages the newest of the checkpoints in `folder`, in a new copy each time, and restores."""
-    copy = folder.with_name("damaged")
-    steps = sorted((int(p.name) for p in folder.iterdir() if p.name.isdecimal()), reverse=True)[:2]
-    want = {}
-    for step in steps:
-        shutil.copytree(folder, copy)
-        if step == steps[1]:
-            shutil.rmtree(copy / str(steps[0]))
-        want[step] = restore(copy, abstract, sharding)[:2]
-        shutil.rmtree(copy)
-    rows = []
-    for number in range(times):
-        shutil.copytree(folder, copy)
-        what = damage(copy / str(steps[0]), rng)
-        try:
-            *got, said = restore(copy, abstract, sharding)
-            fallen_back = f"the checkpoint of step {steps[0]} is damaged" in said
-            outcome = "the one before restored" if fallen_back else "harmless"
-            holds = (
-                got == list(want[steps[fallen_back]])
-                and fallen_back == (copy / f"{steps[0]}.damaged").exists()
-            )
-        except Exception as error:
-            outcome, holds = f"{type(error).__name__}: {error}", False
-        rows.append(Row(f"damage {number + 1}: {what}", outcome, holds))
-        shutil.rmtree(copy)
-    return rows
-
-
-def restore(folder: Path, abstract: TrainState, sharding: Sharding) -> tuple[list[bytes], Any, str]:
-    """(the bits of the restored state, its data position, what was printed on stderr)."""
-    with contextlib.redirect_stderr(io.StringIO()) as said, Checkpoints(folder, keep=3) as checkpoints:
-        restored = checkpoints.restore_latest(abstract, sharding)
-    if restored is None:
-        raise ValueError("nothing was restored")
-    return bits(restored[0]), restored[1], said.getvalue()
-
-
-def main(argv: list[str] | None = None) -> int:
-    options = argparse.ArgumentParser(
+def main() -> None:
+    parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
+    parser.add_argument("--grpo", action="store_true", help="runs of jaxthd grpo")
     for name, default in {"kills": 10, "damages": 20, "seed": 0}.items():
-        options.add_argument(f"--{name}", type=int, default=default)
-    chosen = options.parse_args(argv)
-    rng = np.random.default_rng(chosen.seed)
+        parser.add_argument(f"--{name}", type=int, default=default)
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="jaxthd-survival-") as name:
-        folder = Path(name)
-        write_recordings(folder)
-        uninterrupted = Run(folder, "uninterrupted")
-        status = finish(uninterrupted)
-        want = {line["step"]: line for line in uninterrupted.lines()}
-        whole = status == 0 and list(want) == list(range(1, STEPS + 1))
-        rows = [Row("uninterrupted", f"{len(want)} steps" if whole else uninterrupted.log(), whole)]
-        if whole:
-            rows.append(killed(Run(folder, "killed"), chosen.kills, want, rng))
-            rows.append(terminated(Run(folder, "terminated"), want, rng))
-            sharding = SingleDeviceSharding(jax.devices()[0])
-            checkpoints = uninterrupted.workdir / "checkpoints"
-            rows += damaged(checkpoints, abstract_state(Blueprint(config())), sharding, chosen.damages, rng)
+        if options.grpo:
+            rows = grpo_rows(Path(name), options.kills, options.seed)
+        else:
+            rows = train_rows(Path(name), options.kills, options.damages, options.seed)
     for row in rows:
         print(f"{'holds' if row.holds else 'FAILS':5}  {row.check}: {row.found}")
-    return 0 if all(row.holds for row in rows) else 1
+    sys.exit(not all(row.holds for row in rows))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -2,11 +2,12 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from scripts.comparison.quick_compilation import quick_on_devices
+from tests.quick_compilation import quick_on_devices
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["PJRT_NPROC"] = "32"  # threads; see jaxthd.run.startup.simulate_devices
@@ -26,6 +27,7 @@ import jax  # noqa: E402  (after its environment is set)
 import pytest  # noqa: E402
 
 from tests.costs import Costs  # noqa: E402
+from tests.nightly import Nightly  # noqa: E402
 
 jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
@@ -35,17 +37,21 @@ jax.config.update("jax_traceback_in_locations_limit", 0)
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--costs", choices=("file", "test"), help="print the CPU seconds of each file or test")
+    parser.addoption(
+        "--python-reference", default=sys.executable, help="an interpreter with torch and transformers"
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if by := config.getoption("--costs"):
         config.pluginmanager.register(Costs(by))
+    config.pluginmanager.register(Nightly())
 
 
 # The files that take longest, the longest first: started last, one of them would keep one worker busy alone.
 LONGEST = (
     "docs/test_examples.py",
-    "scripts/test_check_adapting.py",
+    "test_adapting.py",
     "parallel/test_grpo_in_processes.py",
     "test_objectives_on_meshes.py",
     "parallel/test_distributed.py",
@@ -53,7 +59,7 @@ LONGEST = (
     "test_exactness.py",
     "test_shared_prompts.py",
     "scripts/test_first_hour.py",
-    "scripts/test_check_families.py",
+    "test_families.py",
     "models/test_decoding.py",
     "test_train.py",
     "test_estimate.py",

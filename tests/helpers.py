@@ -18,8 +18,8 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state, state_shardings
-from scripts.comparison.errors import relative_errors
-from scripts.comparison.weights import random_state
+from tests.errors import relative_errors
+from tests.weights import random_state
 
 CAPACITY = 64
 CASES: dict[str, list[int]] = {

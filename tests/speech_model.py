@@ -25,9 +25,9 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from scripts.comparison.weights import random_state
-from scripts.meshes.batches import even_placement
-from scripts.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from tests.meshes.batches import even_placement
+from tests.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from tests.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1

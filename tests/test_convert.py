@@ -28,8 +28,7 @@ from jaxthd.hf.registry import FAMILIES, FORMATS
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import canonical_form, init_state
-from scripts.comparison.published import BASE, COMPUTE
-from tests.hf.published import REFERENCES, write_published
+from tests.hf.published import BASE, COMPUTE, REFERENCES, write_published
 
 
 def tensors(folder: Path) -> dict[str, np.ndarray]:

@@ -24,16 +24,19 @@ from jaxthd.config import (
 )
 from jaxthd.describe import describe
 from jaxthd.estimate import estimate, main, programs_table
+from jaxthd.models.adapt import without_lora
 from jaxthd.models.stacks import to_stages
-from jaxthd.parallel.mesh import make_mesh
+from jaxthd.parallel.mesh import bytes_of, make_mesh
 from jaxthd.planning.compiled_grpo import measure_grpo
-from jaxthd.planning.compiled_step import measure
+from jaxthd.planning.compiled_step import abstract_inputs, compilable, in_float32, measure
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
+from jaxthd.planning.program import UNOPTIMIZED
 from jaxthd.planning.traffic import step_traffic
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.reference import is_base
+from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import abstract_state, state_shardings
-from scripts.measure_reference import cost, kinds
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(
@@ -273,17 +276,47 @@ def test_the_reference_is_counted(settings: dict[str, str], adapt: AdaptConfig, 
     assert ("reference policy" in describe(config)) == bool(reference)
 
 
+REFERENCES: dict[str, tuple[AdaptConfig, str]] = {
+    "copy": (AdaptConfig(), "copy"),
+    "LoRA's copy": (AdaptConfig(lora_rank=16, freeze=("*",)), "copy"),
+    "LoRA's base": (AdaptConfig(lora_rank=16, freeze=("*",)), "auto"),
+    "cached": (AdaptConfig(), "cached"),
+}
+"""Kinds of reference policy: what trains, and posttraining.reference."""
+
+
+def reference_cost(config: Config, kind: str) -> tuple[int, int]:
+    """Bytes on a device: (arrays of the reference alone, arguments of the program that scores by it, without
+    the batch).
+    """
+    adapt, reference = REFERENCES[kind]
+    train = replace(config.train, objective="dpo", mtp_loss=0.0, ctc_loss=0.0)
+    posttraining = PostTrainingConfig(reference=reference)  # type: ignore[arg-type]
+    config = compilable(in_float32(replace(config, train=train, adapt=adapt, posttraining=posttraining)))
+    blueprint, mesh, state, batch = abstract_inputs(config)
+    own = state_bytes(config).get("reference policy", 0)
+    if reference == "cached":
+        return own, 0
+    params = state.params
+    if is_base(config):
+        params, blueprint = without_lora(params), Blueprint(replace(config, adapt=AdaptConfig()))
+    step: Any = make_scoring_step(blueprint, mesh)
+    memory = step.lower(params, state.buffers, batch).compile(compiler_options=UNOPTIMIZED).memory_analysis()
+    shards = [jax.ShapeDtypeStruct(x.sharding.shard_shape(x.shape), x.dtype) for x in jax.tree.leaves(batch)]
+    return own, memory.argument_size_in_bytes - sum(map(bytes_of, shards))
+
+
 @pytest.mark.exhaustive
 def test_with_lora_the_reference_needs_no_array() -> None:
     """By compiled programs: its scores take nothing but parameters that the state holds for the policy."""
     config = small("*-M-", MeshConfig(data=2))
-    found = {name: cost(each) for name, each in kinds(config).items()}
-    base, copy = found["LoRA 16, base weights"], found["all parameters train, copy"]
-    assert base.reference == 0 < found["LoRA 16, copy of its matrices"].reference < copy.reference
+    found = {kind: reference_cost(config, kind) for kind in REFERENCES}
+    (base, base_arguments), (copy, arguments) = found["LoRA's base"], found["copy"]
+    assert base == 0 < found["LoRA's copy"][0] < copy
     params = state_bytes(config)["parameters"]
-    assert base.arguments == copy.arguments <= params  # the encoder is not used
-    assert copy.reference == params
-    assert found["all parameters train, cached"].reference == 0
+    assert base_arguments == arguments <= params  # the encoder is not used
+    assert copy == params
+    assert found["cached"][0] == 0
 
 
 @pytest.mark.exhaustive

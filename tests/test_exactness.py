@@ -26,8 +26,8 @@ from jaxthd.steps.optimizer import clipped, make_optimizer
 from jaxthd.steps.state import TrainState, state_shardings
 from jaxthd.steps.training import Gradient, make_train_step
 from jaxthd.steps.validation import make_validation_step
-from scripts.comparison.errors import worst_error
 from tests.alone import Parts, parts, states_of
+from tests.errors import worst_error
 from tests.helpers import assert_same, spans, top_k_margins
 from tests.speech_model import CASES, MODEL, documents, evaluate, pack, program, run_config, state
 

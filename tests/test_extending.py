@@ -20,8 +20,8 @@ from jaxthd.data.skipped import Skipped
 from jaxthd.objectives import OBJECTIVES
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
-from scripts.comparison.weights import random_state
 from tests.helpers import assert_same
+from tests.weights import random_state
 
 LLM = jaxthd.LLMConfig(
     pattern="M*-M*-",

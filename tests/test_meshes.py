@@ -1,4 +1,4 @@
-"""The loss is the same for every axis and combination: runs of scripts/meshes, in float64.
+"""The loss is the same for every axis and combination: runs of tests/meshes, in float64.
 
 One is ordinary: with the blocks of all families, on context, pipeline and tensor ranks.
 """
@@ -12,15 +12,15 @@ from pathlib import Path
 import jax
 import pytest
 
-from jaxthd.config import MeshConfig
+from jaxthd.config import Config, MeshConfig
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.meshes.batches import CAPACITY, batch_for
-from scripts.meshes.gradients import canonical_state, check, worst_of
-from scripts.meshes.models import GPT_OSS, MIXED, MODEL, QWEN3_NEXT
-from scripts.meshes.runs import adapted, meshes, mixed, predicting, unlike, variants
+from tests.meshes.batches import CAPACITY, batch_for
+from tests.meshes.gradients import canonical_state, check, worst_of
+from tests.meshes.models import GPT_OSS, MIXED, MODEL, QWEN3_NEXT
+from tests.meshes.runs import KINDS, adapted, meshes, mixed, predicting, unlike, variants
 
 CHOSEN = [
     (MeshConfig(2, 2, 1, 2), 1),
@@ -101,6 +101,21 @@ def test_capacities_may_change_along_a_ladder():
         short, long = (program(*held, put_batch(batch_for(config, n), mesh)) for n in (CAPACITY, 96))
         assert program._cache_size() == 2
         assert worst_of(long, short)[0] <= 1e-10
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(config, id=f"{kind}-{number}")
+        for kind, runs in KINDS.items()
+        for number, config in enumerate(runs("float32"))
+    ],
+)
+def test_every_run_in_float32_is_within_the_rounding_of_one_device(config: Config, record_property) -> None:
+    row = check(config)
+    record_property("of what is allowed", f"{row['error'] / row['allowed']:.2f}")
+    assert row["error"] <= row["allowed"], row
 
 
 def test_the_script_checks_every_factorisation():

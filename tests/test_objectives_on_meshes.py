@@ -27,11 +27,11 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.meshes.gradients import canonical_state
-from scripts.meshes.models import MODEL
 from tests.alone import parts
 from tests.answers import alone, with_most_cut
 from tests.helpers import assert_same
+from tests.meshes.gradients import canonical_state
+from tests.meshes.models import MODEL
 from tests.objectives import packed as by_hand
 from tests.speech_model import MELS
 from tests.test_exactness import score_parts
@@ -195,7 +195,7 @@ RUNS = [
     (MeshConfig(1, 2, 2, 2), 0, True, "whole"),
     (MeshConfig(2, 2, 1, 1), 0, False, "whole"),
 ]
-"""(mesh, variant of scripts/meshes/runs.py, whether prompts are shared, context layout)."""
+"""(mesh, variant of tests/meshes/runs.py, whether prompts are shared, context layout)."""
 
 
 @pytest.mark.exhaustive

@@ -21,12 +21,12 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from scripts.meshes.gradients import canonical_state
-from scripts.meshes.models import MIXED
-from scripts.meshes.runs import variants
 from tests.alone import parts
 from tests.answers import alone, with_most_cut
 from tests.helpers import assert_same
+from tests.meshes.gradients import canonical_state
+from tests.meshes.models import MIXED
+from tests.meshes.runs import variants
 from tests.speech_model import CHUNK, MELS, PLACEHOLDER
 from tests.test_exactness import score_packed, score_parts, scorer
 
@@ -137,7 +137,7 @@ def written_out() -> tuple[float, Any]:
 
 
 def with_all_blocks(config: Config) -> Config:
-    """With the decoder of scripts/meshes that has the blocks of all families."""
+    """With the decoder of tests/meshes that has the blocks of all families."""
     return replace(config, model=replace(config.model, llm=replace(config.model.llm, **MIXED)))
 
 
@@ -147,7 +147,7 @@ RUNS = [
     (MeshConfig(1, 4, 1, 1), 1),
     (MeshConfig(2, 2, 2, 1), 1),
 ]
-"""(mesh, variant of scripts/meshes/runs.py): 0 has the ring and the layout by buffers, 1 all-gather, that by
+"""(mesh, variant of tests/meshes/runs.py): 0 has the ring and the layout by buffers, 1 all-gather, that by
 documents, interleaved or uneven stages, sequence-sharded residuals."""
 
 

@@ -35,8 +35,8 @@ from jaxthd.run.metrics import OF_DRAWING, TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
-from scripts.comparison.quick_compilation import QUICK
-from scripts.write_reference import METRICS
+from tests.docs.reference import METRICS
+from tests.quick_compilation import QUICK
 from tests.shared_programs import shared_programs
 
 UNOPTIMISED = QUICK

@@ -20,8 +20,8 @@ from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMCon
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
-from scripts.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 from tests.helpers import filled_state
+from tests.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 
 ROOT = Path(__file__).parents[2]
 PAGE, EXAMPLE = ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "examples" / "orbax_only.py"

@@ -19,7 +19,7 @@ from jaxthd.errors import UserError
 from tests.data.sets import sound
 
 WRITTEN = Path(__file__).parents[1] / "references" / "cuts"
-"""By scripts/references/cuts.py."""
+"""By tests/references/cuts.py."""
 
 
 def read(path: Path) -> tuple[list[Example], list[Skipped]]:

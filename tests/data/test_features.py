@@ -1,4 +1,4 @@
-"""tests/references/log_mel.npz is made by scripts/references/log_mel.py, which tells what is in it."""
+"""tests/references/log_mel.npz is made by tests/references/log_mel.py, which tells what is in it."""
 
 from pathlib import Path
 

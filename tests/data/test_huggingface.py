@@ -41,7 +41,7 @@ def decoded(example: Example) -> np.ndarray:
 
 
 WRITTEN = Path(__file__).parents[1] / "references" / "huggingface"
-"""By scripts/references/huggingface.py."""
+"""By tests/references/huggingface.py."""
 
 
 def test_what_datasets_wrote_is_read(tmp_path: Path):

@@ -19,7 +19,7 @@ from jaxthd.errors import UserError
 from tests.data.sets import add, sound, write_tar
 
 WRITTEN = Path(__file__).parents[1] / "references" / "shar"
-"""By scripts/references/shar.py."""
+"""By tests/references/shar.py."""
 
 
 def said(example: Example) -> list[tuple[str, list[str]]]:

@@ -4,8 +4,8 @@ import ast
 
 import pytest
 
-from scripts.write_reference import REFERENCE
 from tests.docs.command_lines import COMMANDS, ROOT, Texts
+from tests.docs.reference import REFERENCE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 OTHERS = {"contributing.md": ["--strict", "--costs"], "distributed.md": ["--signal"]}

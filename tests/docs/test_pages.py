@@ -15,7 +15,7 @@ import pytest
 
 from jaxthd.config import Config
 from jaxthd.data.sources.manifest import read_manifest
-from scripts.write_reference import REFERENCE
+from tests.docs.reference import REFERENCE
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"

@@ -18,7 +18,7 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.data.workers import Workers
 from tests.fuzz import checks
-from tests.fuzz.checks import CONFIG, Outcome, Written, check
+from tests.fuzz.checks import CONFIG, Outcome, Written, check, run
 from tests.fuzz.data import KINDS, fuzz
 from tests.fuzz.lines import UTTERANCE
 from tests.fuzz.ranges import Recording, wrong
@@ -137,3 +137,10 @@ def test_a_sound_data_set_that_is_refused_is_a_violation(tmp_path: Path):
     assert "no manifest at" in outcome.violations[0]
     check(Written(SourceSetting(str(tmp_path / "gone.jsonl")), {1: ""}, stops=True), LOAD, 0, outcome)
     assert len(outcome.violations) == 1
+
+
+@pytest.mark.nightly
+def test_twenty_thousand_inputs_have_no_violation() -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(fuzz, 20_000, 0)
+    assert not ended.value.code

@@ -11,7 +11,7 @@ from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.huggingface import HuggingFaceSource
 from jaxthd.data.sources.source import SourceSetting
-from tests.fuzz.checks import Outcome, Written, check
+from tests.fuzz.checks import Outcome, Written, check, run
 from tests.fuzz.recordings import make_recordings
 from tests.fuzz.sets import write_table
 from tests.fuzz.sources import KINDS, fuzz
@@ -49,3 +49,10 @@ def test_a_defect_is_a_violation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(HuggingFaceSource, "read", lambda *_: 1 / 0)
     check(written, misnames, 0, outcome)
     assert "ZeroDivisionError" in outcome.violations.pop()
+
+
+@pytest.mark.nightly
+def test_twenty_thousand_inputs_have_no_violation() -> None:
+    with pytest.raises(SystemExit) as ended:
+        run(fuzz, 20_000, 0)
+    assert not ended.value.code

@@ -1,20 +1,151 @@
-"""The references in tests/references (scripts/references makes them) as checkpoints on disk."""
+"""The references in tests/references as checkpoints on disk, and the models imported from them.
 
+An archive NAME.npz, which a module of tests/references makes, holds config.json, weights by their names on
+disk, documents, logits, loss, and gradients by the same names, all computed by the transformers library.
+"""
+
+import functools
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from safetensors.numpy import save_file
 
-from scripts.comparison.published import Published, group
+from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
+from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
+from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
+from jaxthd.hf.names import Tensor
+from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
 QWEN = ("qwen3", "qwen3_moe", "qwen3_next")
 DEEPSEEK = ("deepseek_v3", "moonlight")
 FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", "canary_qwen")
+CAPACITY, AUDIO, BLOCK = 96, 320, 16
+BASE = ModelConfig(
+    # Used where the checkpoint has no encoder.
+    encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=2, ffn_dim=8, subsampling_channels=4),
+)
+COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=BLOCK, loss=BLOCK, vocabulary=20, experts=4))
+
+
+def group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {k.removeprefix(f"{prefix}."): v for k, v in arrays.items() if k.startswith(f"{prefix}.")}
+
+
+def shapes_of(config: Config) -> dict[str, tuple[int, ...]]:
+    weights = jax.eval_shape(lambda: Weights(*Blueprint(config).initial_weights()))
+    return {name: x.shape for name, x in named_weights(weights).items()}
+
+
+def arranged(
+    tensors: Sequence[Tensor], named: Mapping[str, np.ndarray], shapes: Mapping[str, tuple[int, ...]]
+) -> dict[str, np.ndarray]:
+    """jaxthd's arrays made from a checkpoint's tensors, or from gradients of the same names."""
+    found = {part.name: np.zeros(shapes[part.name]) for tensor in tensors for part in tensor.slices}
+    for tensor in tensors:
+        for part, x in zip(tensor.slices, tensor.split(named[tensor.name]), strict=True):
+            found[part.name][part.at] = x
+    return found
+
+
+def nested(named: Mapping[str, Any]) -> dict[Any, Any]:
+    """Converts dotted names to nested dicts, the form of a module's pure dict."""
+    tree: dict[Any, Any] = {}
+    for name, x in named.items():
+        *above, last = (int(key) if key.isdecimal() else key for key in name.split("."))
+        node = tree
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = x
+    return tree
+
+
+class Published(NamedTuple):
+    """A reference, and the model imported from its checkpoint."""
+
+    arrays: dict[str, np.ndarray]
+    checkpoint: Checkpoint
+    config: Config
+    weights: Weights
+
+    @classmethod
+    def of(cls, arrays: dict[str, np.ndarray], folder: Path) -> "Published":
+        """Imports the checkpoint in `folder`. arrays: the reference's."""
+        adapt = open_checkpoint(folder).lora or AdaptConfig()
+        adapt = replace(adapt, lora_dropout=0.0)
+        config = Config(model=model_config(folder, model=BASE), compute=COMPUTE, adapt=adapt)
+        weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))
+        return cls(arrays, open_checkpoint(folder), config, weights)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The numbers of its documents."""
+        return list(range(len(group(self.arrays, "tokens"))))
+
+    def document(self, number: int) -> Document:
+        tokens = self.arrays[f"tokens.{number}"].astype(np.int32)
+        mels = self.arrays.get(f"mels.{number}")
+        is_audio = tokens == (47 if mels is not None else -1)
+        supervised = np.arange(len(tokens)) > (np.flatnonzero(is_audio)[-1] if is_audio.any() else 0)
+        chunks = () if mels is None else (mels,)
+        assert is_audio.sum() == sum(encoder_frames(len(x)) for x in chunks)
+        return Document(str(number), tokens, is_audio, supervised, chunks)
+
+    def gradients(self) -> dict[str, np.ndarray]:
+        """The library's gradients by jaxthd's names."""
+        shapes = shapes_of(self.config)
+        theirs = group(self.arrays, "grad")
+        tensors = [
+            t._replace(slices=t.slices if t.name in theirs else ())
+            for t in self.checkpoint.tensors(self.config.model, shapes)
+        ]
+        return arranged([t for t in tensors if t.slices], theirs, shapes)
+
+    def run(self, numbers: Sequence[int]) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
+        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names)."""
+        documents = [self.document(n) for n in numbers]
+        batch, _ = pack_row(
+            documents,
+            capacity=CAPACITY,
+            audio_capacity=AUDIO if any(d.chunks for d in documents) else 0,
+            num_mels=self.config.model.audio_encoder.num_mels,
+            max_documents=8,
+            order_seed=None,
+        )
+        (loss, logits), gradients = _compiled(self.config)(*self.weights, jax.tree.map(jnp.asarray, batch))
+        ends = np.cumsum([len(d) for d in documents])
+        found = [np.asarray(logits)[end - len(d) : end] for d, end in zip(documents, ends, strict=True)]
+        named = named_weights(Weights(gradients, {}))
+        return float(loss), found, {name: np.asarray(x) for name, x in named.items()}
+
+
+@functools.cache
+def _compiled(config: Config) -> Any:
+    """A program (params, buffers, batch) -> ((summed loss, logits), gradients), with stored batch statistics,
+    on one device."""
+    graph = Blueprint(config).graph
+
+    def loss(params: Any, buffers: Any, batch: Any) -> Any:
+        model = nnx.merge(graph, params, buffers)
+        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
+        return -model.leave(x_ND, batch).sum(), model.hidden(x_ND) @ model.gathered_head().T
+
+    return jax.jit(jax.value_and_grad(loss, has_aux=True))
 
 
 def load_reference(name: str) -> dict[str, np.ndarray]:
+    """The arrays of tests/references/NAME.npz."""
     return dict(np.load(REFERENCES / f"{name}.npz"))
 
 

@@ -22,8 +22,7 @@ from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.registry import export_families
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from scripts.comparison.published import COMPUTE
-from tests.hf.published import write_published
+from tests.hf.published import COMPUTE, write_published
 
 LORA = AdaptConfig(
     lora_rank=3,

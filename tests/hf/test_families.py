@@ -10,9 +10,8 @@ from jaxthd.errors import UserError
 from jaxthd.hf.nemotron_h import llm_config
 from jaxthd.hf.parakeet import encoder_config
 from jaxthd.hf.registry import export_families
-from scripts.comparison.published import Published
 from tests.helpers import assert_same
-from tests.hf.published import DEEPSEEK, LLMS, QWEN, published
+from tests.hf.published import DEEPSEEK, LLMS, QWEN, Published, published
 
 
 @pytest.fixture(

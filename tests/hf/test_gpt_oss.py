@@ -19,8 +19,7 @@ from jaxthd.hf.mxfp4 import decoded
 from jaxthd.hf.names import Names
 from jaxthd.hf.registry import export_families
 from jaxthd.planning.parameters import parameter_groups
-from scripts.comparison.published import shapes_of
-from tests.hf.published import load_reference
+from tests.hf.published import load_reference, shapes_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED: dict[str, Any] = {

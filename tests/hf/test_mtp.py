@@ -24,9 +24,8 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from scripts.comparison.published import BASE, COMPUTE
 from tests.helpers import assert_same, spans
-from tests.hf.published import write_published
+from tests.hf.published import BASE, COMPUTE, write_published
 from tests.mtp_reference import mtp_logits, softmax
 
 LENGTHS = (5, 1, 16, 2, 3)

@@ -21,8 +21,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from scripts.comparison.published import BASE, COMPUTE, group, shapes_of
-from tests.hf.published import load_reference, write_published
+from tests.hf.published import BASE, COMPUTE, group, load_reference, shapes_of, write_published
 
 NEMO_NAMES = (
     ("subsampling.layers.", "pre_encode.conv."),

@@ -34,7 +34,7 @@ def loaded(sources: list[Any], model: ModelConfig) -> dict[str, Any]:
 def test_the_command_scores_a_folder_on_a_mesh_as_transformers_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Heads of 24, one key and value head, 4 groups, 6 experts; see scripts/references/text_only.py."""
+    """Heads of 24, one key and value head, 4 groups, 6 experts; see tests/references/text_only.py."""
     monkeypatch.setattr("jaxthd.run.startup.simulate_devices", lambda devices: True)
     (tmp_path / "text.py").write_text(
         "from jaxthd.config import Config, DataConfig\n"

@@ -40,7 +40,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from scripts.comparison.weights import random_state
+from tests.weights import random_state
 
 NEW = 10
 CONFIG = Config(

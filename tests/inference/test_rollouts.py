@@ -34,8 +34,8 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import state_shardings
-from scripts.comparison.weights import random_state
-from scripts.meshes.models import GPT_OSS
+from tests.meshes.models import GPT_OSS
+from tests.weights import random_state
 
 NEW, GROUP, VOCAB, ALONE = 16, 3, 264, 160
 TOKENIZER = ByteTokenizer()

@@ -45,8 +45,8 @@ from jaxthd.steps.optimizer import clipped, make_optimizer
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import loss_and_gradient, make_train_step
-from scripts.comparison.weights import random_state
 from tests.helpers import assert_same, batch_of, filled_state
+from tests.weights import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),

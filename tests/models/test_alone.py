@@ -28,8 +28,8 @@ from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
 from jaxthd.parallel.params import Init
-from scripts.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 from tests.helpers import assert_same
+from tests.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
 
 LENGTHS = (7, 1, 12, 3, 5)
 CAPACITY = 32

@@ -22,10 +22,10 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from scripts.comparison.weights import random_state
 from tests.alone import Parts, parts, states_of
 from tests.helpers import assert_same, context_mesh
 from tests.speech_model import AUDIO, CAPACITY, CHUNK, COMPUTE, MELS, MODEL, PLACEHOLDER
+from tests.weights import random_state
 
 WEIGHT, LABELS, MOST, VOCAB = 0.7, 6, 16, 52
 """The loss's weight, its most labels, the most documents of a row, the entries of the vocabulary."""

@@ -28,8 +28,8 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient, with_draws
-from scripts.comparison.weights import random_state
 from tests.helpers import assert_same
+from tests.weights import random_state
 
 LLM = LLMConfig(
     pattern="*-*-", vocab_size=64, dim=16, q_heads=4, kv_heads=1, head_dim=8, ffn_dim=32, mtp_pattern="-"

@@ -20,9 +20,8 @@ from jaxthd.models.fastconformer import FastConformer
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
-from scripts.comparison.published import BASE, arranged, group, nested, shapes_of
 from tests.helpers import assert_same
-from tests.hf.published import load_reference
+from tests.hf.published import BASE, arranged, group, load_reference, nested, shapes_of
 
 CONFIG = EncoderConfig(num_mels=16, layers=2, dim=32, heads=4, ffn_dim=64, subsampling_channels=16)
 LENGTHS = (8, 16, 17, 9, 100, 203)

@@ -14,8 +14,8 @@ from jaxthd.models.hybrid import Block, HybridDecoder, repeated_units
 from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Init
-from scripts.comparison.weights import random_state
 from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans, top_k_margins
+from tests.weights import random_state
 
 NANO = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
 DIM = 32

@@ -20,10 +20,10 @@ from jaxthd.models.mixers import LatentAttention
 from jaxthd.models.mixers.moe import of_best_groups
 from jaxthd.packing.segments import segments_of
 from jaxthd.parallel.params import Init
-from scripts.comparison.weights import random_state
-from scripts.meshes.models import DEEPSEEK
 from tests.helpers import assert_same
+from tests.meshes.models import DEEPSEEK
 from tests.ops import fake_kernels
+from tests.weights import random_state
 
 LENGTHS, CAPACITY, DIM = (7, 1, 12, 3, 5), 32, 16
 

@@ -17,11 +17,11 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from scripts.comparison.weights import random_state
 from tests.alone import Parts, parts, states_of
 from tests.helpers import assert_same
 from tests.mtp_reference import mtp_logits
 from tests.speech_model import AUDIO, CAPACITY, COMPUTE, MELS, MODEL, Spec, document
+from tests.weights import random_state
 
 LLM = replace(MODEL.llm, pattern="*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
 STORED_STATISTICS = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))

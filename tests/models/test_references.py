@@ -1,4 +1,4 @@
-"""Each mixer equals the transformers library's NemotronH (scripts/references/nemotron_h.py).
+"""Each mixer equals the transformers library's NemotronH (tests/references/text_models.py).
 
 The whole model is compared, gradients too, in tests/hf/test_families.py.
 """
@@ -16,9 +16,19 @@ from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
-from scripts.comparison.published import BASE, BLOCK, COMPUTE, arranged, group, nested, shapes_of
 from tests.helpers import CAPACITY, assert_same, row_arrays
-from tests.hf.published import LLMS, load_reference, write_published
+from tests.hf.published import (
+    BASE,
+    BLOCK,
+    COMPUTE,
+    LLMS,
+    arranged,
+    group,
+    load_reference,
+    nested,
+    shapes_of,
+    write_published,
+)
 
 
 @pytest.mark.parametrize("variant", LLMS)

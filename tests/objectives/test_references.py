@@ -1,4 +1,4 @@
-"""TRL's losses, gradients and metrics, of every variant that it has (scripts/references/post_training.py)."""
+"""TRL's losses, gradients and metrics, of every variant that it has (tests/references/post_training.py)."""
 
 import json
 from pathlib import Path

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
-from scripts.comparison.dense_kernels import Pairs, backward, forward, pairs_of
+from tests.ops.dense_kernels import Pairs, backward, forward, pairs_of
 
 
 class _Kind(Enum):

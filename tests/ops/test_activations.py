@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jaxthd.ops.activations import glu, relu_squared, silu, silu_gated
-from scripts.comparison.errors import relative_errors
+from tests.errors import relative_errors
 
 
 def sigmoid(x: jax.Array) -> jax.Array:

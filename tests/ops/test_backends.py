@@ -21,9 +21,8 @@ from jaxthd.ops.attention.thd import packed_segments
 from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.segments import Segments, make_segments
-from scripts.comparison import dense_kernels
 from tests.helpers import row_arrays
-from tests.ops import fake_kernels
+from tests.ops import dense_kernels, fake_kernels
 
 H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 12090, 91600, "570.1", "2.18.0")
 BF16 = AttentionShape("bfloat16", 32, 8, 128)

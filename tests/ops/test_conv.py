@@ -7,7 +7,7 @@ import pytest
 
 from jaxthd.ops.conv import centered_conv
 from jaxthd.packing.segments import make_segments
-from scripts.comparison.errors import relative_errors
+from tests.errors import relative_errors
 
 IDS = np.repeat([1, 2, 3, 0], [5, 1, 9, 3]).astype(np.int32)
 POSITIONS = np.concatenate([np.arange(n) for n in (5, 1, 9)] + [np.zeros(3)]).astype(np.int32)

@@ -17,7 +17,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
-from scripts.comparison.errors import relative_errors
+from tests.errors import relative_errors
 from tests.helpers import batch_of, filled_state
 
 MODEL = ModelConfig(

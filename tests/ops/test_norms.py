@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxthd.ops.norms import gated_rms_norm, layer_norm, rms_norm, scaled_deviations, squared_deviations
-from scripts.comparison.errors import relative_errors
+from tests.errors import relative_errors
 
 EPS = 0.01
 

@@ -13,9 +13,8 @@ from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.ring_order import RingOrder
 from jaxthd.packing.segments import make_segments
-from scripts.comparison import dense_kernels
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
-from tests.ops import fake_kernels
+from tests.ops import dense_kernels, fake_kernels
 
 H, K, D, V = 4, 2, 8, 6
 SCALE = D**-0.5

@@ -27,8 +27,8 @@ from jaxthd.parallel.params import Init
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
-from scripts.comparison.weights import random_state
 from tests.helpers import assert_same, batch_of, on_context, row_arrays
+from tests.weights import random_state
 
 TOKENS = 96
 CASES = {

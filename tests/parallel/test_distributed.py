@@ -25,7 +25,7 @@ from jaxthd.parallel.processes import exchange, started
 from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
-from scripts.check_survival import write_recordings
+from tests.survival import write_recordings
 from tests.test_train import UNOPTIMISED, tiny
 
 STEPS = 10

@@ -17,8 +17,8 @@ from jaxthd.errors import UserError
 from jaxthd.rewards import Rewarded, RewardFailure, rewarder
 from jaxthd.rewards.registry import RewardSetting
 from jaxthd.rewards.rewarder import Rewarder
-from scripts.misbehaving_rewards import HANGING
 from tests.rewards.groups import group
+from tests.rewards.misbehaving import HANGING
 
 HERE = "tests.rewards.functions"
 
@@ -27,7 +27,7 @@ def setting(name: str, weight: float = 1.0) -> RewardSetting:
     return RewardSetting(name, weight, {}, {})
 
 
-MISBEHAVE = setting("scripts.misbehaving_rewards.misbehave")
+MISBEHAVE = setting("tests.rewards.misbehaving.misbehave")
 
 
 def compute(rewards: Rewarder, *groups) -> list[Rewarded]:
@@ -97,7 +97,7 @@ def test_results_do_not_depend_on_the_workers_nor_on_what_they_computed_before()
 @pytest.mark.parametrize(
     ("way", "reason"),
     [
-        ("raise", r"ValueError: of key raise in two lines \(misbehaving_rewards\.py, line \d+\)"),
+        ("raise", r"ValueError: of key raise in two lines \(misbehaving\.py, line \d+\)"),
         ("exit", r"SystemExit: 3"),
         ("nan", r"for answer 1 it returned nan; expected a finite number"),
         ("infinite", r"for answer 1 it returned -inf"),

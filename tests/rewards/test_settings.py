@@ -108,7 +108,7 @@ def test_settings_have_the_type_that_the_function_says(tmp_path: Path):
         (("format",), (), r"needs the setting 'pattern'; expected format\.pattern=VALUE"),
         (("equals",), (), "needs the setting 'field'"),
         ((f"{HERE}.word",), (), r"functions\.py has no 'word'; .*perhaps you meant 'words'"),
-        (("scripts.misbehaving_rewards.WAYS",), (), "is of type dict; expected a function"),
+        (("tests.rewards.misbehaving.WAYS",), (), "is of type dict; expected a function"),
         ((f"{HERE}.where",), (f"{HERE}.where.scale=1",), "where has no settings"),
         (
             ("my_reward.f",),

@@ -26,9 +26,9 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import adopt_mesh, make_mesh, put_batch, with_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from scripts.comparison.weights import random_state
 from tests.helpers import assert_same
 from tests.packing.test_bridge import documents, padded
+from tests.weights import random_state
 
 LLM = LLMConfig(
     pattern="M*-",

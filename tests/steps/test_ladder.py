@@ -18,9 +18,9 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.ladder import LadderStep, rung_blueprints
 from jaxthd.steps.training import loss_and_gradient
-from scripts.comparison.errors import worst_error
-from scripts.meshes.runs import variants
+from tests.errors import worst_error
 from tests.helpers import filled_state
+from tests.meshes.runs import variants
 
 TOP = Rung(96, 8, 512)
 RUNGS = ((64, 6, 0), (72, 8, 256))

@@ -20,8 +20,8 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import clipped, learning_rate_schedule, make_optimizer
 from jaxthd.steps.optimizer_kinds import AdamW, Trained
 from jaxthd.steps.state import abstract_state, state_shardings
-from scripts.comparison.weights import random_state
-from scripts.meshes.runs import variants
+from tests.meshes.runs import variants
+from tests.weights import random_state
 
 MESH = MeshConfig(2, 1, 2, 2)
 OTHER_MESHES = [MeshConfig(1, 2, 1, 4), MeshConfig(8), MeshConfig(2, 2, 2, 1, fsdp=False)]

@@ -23,7 +23,7 @@ from jaxthd.steps.resharding import (
     same_devices,
 )
 from jaxthd.steps.state import state_shardings
-from scripts.comparison.weights import random_state
+from tests.weights import random_state
 
 ENCODER = EncoderConfig(layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16)
 MODEL = ModelConfig(

@@ -20,8 +20,8 @@ from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
 from jaxthd.steps.training import make_train_step
-from scripts.meshes.batches import CAPACITY, documents
 from tests.helpers import filled_state
+from tests.meshes.batches import CAPACITY, documents
 
 LLM = LLMConfig(pattern="-*-", vocab_size=64, dim=16, q_heads=2, kv_heads=1, head_dim=8, ffn_dim=32)
 SHARDED, PIPED = MeshConfig(data=2, tensor=2), MeshConfig(1, 1, 2, 2)

@@ -22,15 +22,15 @@ from jaxthd.steps.state import (
     training_form,
 )
 from jaxthd.steps.training import make_train_step
-from scripts.meshes.batches import CAPACITY, batch_for, documents
-from scripts.meshes.runs import variants
 from tests.helpers import filled_state
+from tests.meshes.batches import CAPACITY, batch_for, documents
+from tests.meshes.runs import variants
 
 MESH = MeshConfig(2, 1, 2, 2)
 
 
 def config(mesh: MeshConfig, **train: float) -> Config:
-    """The config of the second variant of scripts/meshes/runs.py: uneven or interleaved stages."""
+    """The config of the second variant of tests/meshes/runs.py: uneven or interleaved stages."""
     chosen = variants(mesh)[-1]
     return replace(chosen, train=TrainConfig(**(vars(chosen.train) | {"warmup_steps": 0} | train)))
 

@@ -32,8 +32,8 @@ from jaxthd.parallel.params import Buffer, weight_decay_mask
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import learning_rate_schedule
 from jaxthd.steps.training import loss_and_gradient, make_train_step
-from scripts.comparison.weights import random_state
 from tests.helpers import batch_of, filled_state
+from tests.weights import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),

@@ -1,0 +1,163 @@
+"""The texts of docs/configuration.md (of jaxthd/config/) and docs/metrics.md (of jaxthd/run/metrics.py)."""
+
+import re
+from pathlib import Path
+
+from jaxthd.config.listing import Setting, all_groups
+from jaxthd.posttraining.held_out import HELD_OUT_METRICS
+from jaxthd.posttraining.metrics import GRPO_METRICS
+from jaxthd.run.metrics import (
+    PREFERENCE_METRICS,
+    STEP_METRICS,
+    TIME_METRICS,
+    VALIDATION,
+    VALIDATION_METRICS,
+)
+
+DOCS = Path(__file__).parents[2] / "docs"
+REFERENCE, METRICS = DOCS / "configuration.md", DOCS / "metrics.md"
+HEAD = """\
+# Configuration
+
+<!-- Written by scripts/write_reference.py from jaxthd/config/: change it there, and run that. -->
+
+These are all settings of a run. A [config file](../configs/cp2.py) gives them in Python, for instance as
+`DataConfig(max_documents=32)`; relative paths in it are relative to its folder. A run keeps its own in
+`config.json`. Every command that takes either lets you override them by the names below:
+
+    jaxthd train configs/cp2.py --data.manifest a.jsonl b.jsonl --mesh.no-fsdp
+
+A setting of type `bool` is set by its name alone or with `True` (`--mesh.fsdp`, `--mesh.fsdp True`), and
+unset by `no-` or `False` (`--mesh.no-fsdp`, `--mesh.fsdp False`). The defaults are those of the dataclasses.
+`jaxthd train configs/cp2.py --help data` lists a group with the values that the file gives; `--help-all`
+lists all groups. Settings that cannot work are refused before
+anything is loaded, with what to change (`jaxthd/validate/`).
+"""
+METRICS_HEAD = """\
+# Metrics
+
+<!-- Written by scripts/write_reference.py from jaxthd/run/metrics.py: change it there, and run that. -->
+
+A run writes a line of JSON for each step to `metrics.jsonl`; trackers have the same numbers under `train/`
+and `validation/`. The line on the terminal shows the time left, `loss`, `grad_norm` ("gradient"), the median
+of recent `tokens_per_second` ("real tokens/s"), `padding_ratio` and `learning_rate`, as many as it has room
+for. A metric that was not measured is absent; one that was not finite is `null`.
+"""
+OTHER_FIELDS = (
+    ("step", "", "the optimizer's step; 0: a validation before training", ""),
+    ("time", "s", "when the line was written, since 1970", ""),
+    (
+        "changed",
+        "text",
+        "settings that count from this step on, because the run was continued with others",
+        "changes.jsonl has all of them.",
+    ),
+)
+"""Fields of a line that are no metrics: name, unit, meaning, what to do where it is odd."""
+
+
+REWARD_FIELDS = (
+    ("reward", "", "mean of the rewards of all answers drawn, each the weighted sum of all functions", ""),
+    ("reward_NAME", "", "mean of one function, not weighted", ""),
+    ("reward_std", "", "standard deviation of the rewards of all answers", ""),
+    (
+        "reward_spread",
+        "",
+        "mean over the groups of the standard deviation inside a group",
+        "Near 0: the answers to a prompt are all as good; nothing is learned from them.",
+    ),
+    (
+        "no_spread",
+        "share",
+        "groups whose rewards are all equal",
+        "Over 0.7: prompts are too easy or too hard. Raise rollout.dynamic_sampling, the temperature or "
+        "rollout.group_size.",
+    ),
+    ("reward_failures", "prompts", "groups without rewards", "failures.jsonl lists them with their reasons."),
+    ("answer_tokens", "tokens", "mean length of an answer, its end included", ""),
+    ("answer_tokens_max", "tokens", "the longest answer", ""),
+    (
+        "cut_off",
+        "share",
+        "answers that did not end by themselves",
+        "Raise rollout.max_new_tokens, or punish length (the reward overlong).",
+    ),
+)
+"""Metrics of a step's rewards (jaxthd/rewards/advantages.py): name, unit, meaning, what to do."""
+
+
+def reference() -> str:
+    """The text of docs/configuration.md."""
+    lines = [HEAD]
+    for group in all_groups():
+        lines += [
+            f"## {group.path}",
+            "",
+            f"`{group.kind}`. {_markdown(group.text)}",
+            "",
+            "| setting | type | default | meaning |",
+            "|---|---|---|---|",
+            *map(_row, group.settings),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def metrics_reference() -> str:
+    """The text of docs/metrics.md."""
+    sections = {
+        "Of every line": OTHER_FIELDS,
+        "Of every line: where the time went": [(x.name, x.unit, x.meaning, x.odd) for x in TIME_METRICS],
+        "Of every step": [(x.name, x.unit, x.meaning, x.odd) for x in STEP_METRICS],
+        "Of every step of jaxthd grpo": [
+            *((x.name, x.unit, x.meaning, x.odd) for x in GRPO_METRICS),
+            *REWARD_FIELDS,
+        ],
+        "Of every validation set": [
+            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in VALIDATION_METRICS
+        ],
+        "Of held-out preferences, in jaxthd train": [
+            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in PREFERENCE_METRICS
+        ],
+        "Of held-out prompts, in jaxthd grpo": [
+            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in HELD_OUT_METRICS
+        ],
+    }
+    lines = [METRICS_HEAD]
+    for title, rows in sections.items():
+        cells = [[_code(name), *map(_markdown, (unit, meaning, odd))] for name, unit, meaning, odd in rows]
+        head = ["| field | unit | meaning | when it is odd |", "|---|---|---|---|"]
+        lines += [f"## {title}", "", *head, *(f"| {' | '.join(row)} |" for row in cells), ""]
+    lines += [
+        "Where the time went: seconds since the run began, over all its commands. `goodput.json`",
+        "has them as the last command left them, and `curves.png` shows them as a bar.",
+        "",
+        "With several sets, those of the set `clean` are `validation_clean_loss` and so on; without a name",
+        "they are means over the sets, and the sum for documents. An objective of one's own adds its",
+        "quotients by their names.",
+        "",
+        "Word error rates can be compared where the normaliser is the same. `basic` and `english` were",
+        "Whisper's own before 2026-11-25; `whisper` is Whisper's for English still. Since then both read",
+        "every apostrophe (U+2018, U+2019, U+02BC, U+FF07, a backtick and the like) as `'`, an ellipsis as",
+        "three dots, and leave out what cannot be seen (soft hyphens, zero-width spaces, byte order marks)",
+        "and U+0640, which lengthens Arabic letters. `none` composes (NFC) and leaves out what cannot be",
+        "seen. Texts without such characters have the numbers of before; others need `jaxthd evaluate`.",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _row(setting: Setting) -> str:
+    types, default = " or ".join(map(_code, setting.types)), _code(repr(setting.default))
+    types += f", {setting.bounds}" if setting.bounds else ""
+    return f"| {_code(setting.option)} | {types} | {default} | {_markdown(setting.text)} |"
+
+
+def _code(text: str) -> str:
+    """Code in a table cell, with | escaped because a bare one would end the cell."""
+    return f"`{text.replace('|', chr(92) + '|')}`"
+
+
+def _markdown(text: str) -> str:
+    """Plain text with Markdown's own characters escaped."""
+    return re.sub(r"([\\`*<|\[])", r"\\\1", text)

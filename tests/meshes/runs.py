@@ -1,0 +1,207 @@
+"""The runs that are compared: which model on which mesh, with which schedule, exchange and layout."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal
+
+from jaxthd.config import Config, DataConfig, MeshConfig, TrainConfig
+from tests.meshes.models import (
+    ADAPTED,
+    COMPUTE,
+    DEEPSEEK,
+    GPT_OSS,
+    MIXED,
+    MODEL,
+    PREDICTING,
+    QWEN3,
+    QWEN3_NEXT,
+    UNEVEN,
+)
+
+Dtype = Literal["float32", "float64"]
+WITHOUT_QUERIES = replace(DEEPSEEK["latent_attention"], q_lora_rank=0)
+"""DeepSeek-V3's attention without a latent for queries."""
+MICROBATCHES, MOST_DOCUMENTS = 4, 16
+FILLED = DataConfig(max_documents=1)
+"""Of runs in which each row is one document that fills the buffer."""
+
+
+def meshes(devices: Sequence[int] = (1, 2, 4, 8)) -> list[MeshConfig]:
+    """All ordered factorisations of each device count into four sizes."""
+    sizes = [1, 2, 4, 8]
+    return [
+        MeshConfig(d, c, p, t)
+        for n in devices
+        for d in sizes
+        for c in sizes
+        for p in sizes
+        for t in sizes
+        if d * c * p * t == n
+    ]
+
+
+def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
+    """The runs on a mesh: one, or two where the mesh allows a second variant."""
+    train = TrainConfig(microbatches=MICROBATCHES, aux_loss=0.1)
+    plain = Config(mesh=mesh, model=MODEL, compute=replace(COMPUTE, dtype=dtype), train=train)
+    several = 2 if mesh.pipeline == 2 else 1
+    other = replace(
+        plain,
+        mesh=replace(mesh, stages_per_rank=several),
+        compute=replace(
+            plain.compute,
+            context_exchange="all_gather",
+            context_layout="document" if mesh.context > 1 else "buffer",
+            sequence_sharded=mesh.tensor > 1,
+            block_sizes=replace(plain.compute.blocks, expert_slots=0.6),
+            remat_llm=False,
+        ),
+        model=replace(
+            MODEL,
+            llm=replace(MODEL.llm, pattern=UNEVEN[mesh.pipeline] if mesh.pipeline > 2 else MODEL.llm.pattern),
+        ),
+    )
+    return [plain] if mesh.devices == 1 else [plain, other]
+
+
+def adapted(dtype: Dtype = "float32") -> list[Config]:
+    """Runs that adapt the model. They cover interleaved stages with experts over data; 1F1B with a ring;
+    sequence-sharded residuals with fewer key heads than ranks."""
+    chosen = ((MeshConfig(2, 1, 2, 1), 1), (MeshConfig(1, 2, 2, 2), 0), (MeshConfig(1, 2, 1, 4), 1))
+    return [replace(variants(mesh, dtype)[variant], adapt=ADAPTED) for mesh, variant in chosen]
+
+
+def predicting(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with multi-token prediction and a CTC loss. They cover interleaved, sequence-sharded stages with
+    experts over data; 1F1B with a ring; the layout by documents."""
+    chosen = ((MeshConfig(2, 1, 2, 2), 1, 0), (MeshConfig(1, 2, 2, 1), 0, 0), (MeshConfig(1, 2, 1, 2), 1, 1))
+    runs = [(variants(mesh, dtype)[variant], PREDICTING[number]) for mesh, variant, number in chosen]
+    return [
+        with_ctc(replace(run, model=replace(run.model, llm=replace(run.model.llm, **settings))))
+        for run, settings in runs
+    ]
+
+
+FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
+    "qwen3": (QWEN3,) * 3,
+    "qwen3_next": (QWEN3_NEXT,) * 3,
+    "gpt_oss": (GPT_OSS,) * 3,
+    "deepseek": (DEEPSEEK, DEEPSEEK | {"latent_attention": WITHOUT_QUERIES}, DEEPSEEK),
+}
+"""Settings of the decoder in each run with a family's blocks."""
+CHOSEN = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))
+"""(mesh, variant) of these runs. They cover interleaved, sequence-sharded stages and the layout by documents;
+experts over data and context with a ring; more context ranks. In the last one each of 4 context ranks has a
+value head of Qwen3-Next of its own."""
+REACHING = (CHOSEN[1], CHOSEN[0], (MeshConfig(1, 8, 1, 1), 0))
+"""Those of GPT-OSS: more context ranks than a window reaches."""
+
+
+def of_family(name: str, dtype: Dtype = "float32") -> list[Config]:
+    """Runs with the blocks of a family."""
+    chosen = REACHING if name == "gpt_oss" else CHOSEN
+    return [
+        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=replace(MODEL.llm, **settings)))
+        for (mesh, variant), settings in zip(chosen, FAMILIES[name], strict=True)
+    ]
+
+
+def whole(dtype: Dtype = "float32") -> list[Config]:
+    """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
+    context ranks with tensor ranks; interleaved and unlike stages, by a ring in pairs too; GPT-OSS blocks;
+    future tokens with a CTC loss; Qwen3-Next blocks."""
+    of_ring, of_gather = "ring", "all_gather"
+    chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
+        (MeshConfig(2, 2, 1, 2), 0, of_ring, {}),
+        (MeshConfig(1, 4, 1, 2), 1, of_ring, {}),
+        (MeshConfig(1, 2, 2, 2), 1, of_gather, {}),
+        (MeshConfig(1, 4, 2, 1), 0, of_ring, {}),
+        (MeshConfig(2, 4, 1, 1), 0, of_ring, GPT_OSS),
+        (MeshConfig(2, 2, 1, 1), 0, of_ring, PREDICTING[0]),
+        (MeshConfig(2, 2, 1, 2), 0, of_ring, QWEN3_NEXT),
+    )
+    found = []
+    for mesh, variant, exchange, llm in chosen:
+        run = variants(mesh, dtype)[variant]
+        model = replace(MODEL, llm=replace(run.model.llm, **llm))
+        compute = replace(run.compute, context_layout="whole", context_exchange=exchange)
+        run = replace(run, compute=compute, model=model)
+        found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
+    return [*found, *cutting(dtype)]
+
+
+def cutting(dtype: Dtype = "float32") -> list[Config]:
+    """Runs under the layout "whole" in which each row has no cut document; one; three, the most; and one that
+    fills the buffer. They cover all axes, both exchanges, and the ring in pairs."""
+    chosen: tuple[tuple[MeshConfig, int, int, bool], ...] = (
+        (MeshConfig(1, 2, 2, 2), 0, 0, False),
+        (MeshConfig(2, 4, 1, 1), 0, 0, False),
+        (MeshConfig(1, 2, 2, 2), 0, 1, False),
+        (MeshConfig(2, 2, 2, 1), 1, 1, False),
+        (MeshConfig(2, 2, 1, 2), 1, 3, False),
+        (MeshConfig(1, 4, 2, 1), 0, 3, False),
+        (MeshConfig(1, 4, 1, 2), 0, 1, True),
+        (MeshConfig(2, 2, 2, 1), 0, 1, True),
+    )
+    found = []
+    for mesh, variant, cuts, fills in chosen:
+        run = variants(mesh, dtype)[variant]
+        compute = replace(run.compute, context_layout="whole", context_cuts=cuts)
+        found.append(replace(run, compute=compute, data=FILLED if fills else run.data))
+    return found
+
+
+def unlike(dtype: Dtype = "float32") -> list[Config]:
+    """Runs with stages that differ and a ring, which is then one of pairs. They cover tensor ranks; more
+    context ranks; interleaved stages over data ranks; the three layouts; all that a stage may recompute."""
+    chosen: tuple[tuple[MeshConfig, str, dict[str, Any]], ...] = (
+        (MeshConfig(1, 2, 2, 2), "ME*|-ME*-", {"remat_stage": "blocks"}),
+        (MeshConfig(1, 4, 2, 1), "ME*-M|E*-", {"remat_stage": "nothing", "context_layout": "document"}),
+        (MeshConfig(2, 2, 2, 1), "M|E*-M|E*|-", {"remat_stage": "nothing"}),
+        (MeshConfig(1, 4, 2, 1), "M|E*-M|E*|-", {"remat_stage": "blocks", "context_layout": "whole"}),
+        (MeshConfig(1, 2, 4, 1), "M|E*-M|E*|-", {"remat_stage": "stage"}),
+    )
+    found = []
+    for mesh, pattern, compute in chosen:
+        run = variants(mesh, dtype)[0]
+        stages_per_rank = (pattern.count("|") + 1) // mesh.pipeline
+        llm = replace(run.model.llm, pattern=pattern)
+        found.append(
+            replace(
+                run,
+                mesh=replace(mesh, stages_per_rank=stages_per_rank),
+                model=replace(run.model, llm=llm),
+                compute=replace(run.compute, **compute),
+            )
+        )
+    return found
+
+
+def mixed(dtype: Dtype = "float32") -> list[Config]:
+    """A run with the blocks of all families: experts over data and context, a ring."""
+    llm = replace(MODEL.llm, **MIXED)
+    return [replace(variants(MeshConfig(2, 2, 1, 2), dtype)[0], model=replace(MODEL, llm=llm))]
+
+
+def with_ctc(config: Config) -> Config:
+    """Adds a CTC loss. It covers 16 of the 37 documents with audio."""
+    train = replace(config.train, ctc_loss=0.3, ctc_max_labels=5)
+    return replace(config, train=train, data=DataConfig(max_documents=MOST_DOCUMENTS))
+
+
+def plain(dtype: Dtype = "float32") -> list[Config]:
+    """All runs of the plain model: every mesh, in its variants."""
+    return [config for mesh in meshes() for config in variants(mesh, dtype)]
+
+
+KINDS: dict[str, Callable[[Dtype], list[Config]]] = {
+    "plain": plain,
+    "lora": adapted,
+    "mtp": predicting,
+    **{name: partial(of_family, name) for name in FAMILIES},
+    "mixed": mixed,
+    "whole": whole,
+    "unlike": unlike,
+}
+"""All runs, by their kind."""
