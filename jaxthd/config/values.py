@@ -12,7 +12,7 @@ class Range(NamedTuple):
     most: float = math.inf
     ends: str = "[]"
 
-    def holds(self, value: float) -> bool:
+    def holds(self, value: int | float) -> bool:
         """Whether the value is within the bounds, and finite."""
         above = self.least < value if self.ends[0] == "(" else self.least <= value
         return (

@@ -168,7 +168,8 @@ def _parser(
     parser.add_argument("--help-all", nargs=0, action=_Help, help="all settings")
     for name, settings in options.items():
         kind = home_path if settings.get("type") is Path else settings.get("type")
-        parser.add_argument(f"--{name}", **settings | ({"type": kind} if kind else {}))
+        typed: dict[str, Any] = {"type": kind} if kind else {}
+        parser.add_argument(f"--{name}", **{**settings, **typed})
     return parser
 
 
