@@ -167,9 +167,8 @@ def _parser(
     parser.add_argument("-h", "--help", nargs="?", action=_Help, metavar="GROUP", help=groups)
     parser.add_argument("--help-all", nargs=0, action=_Help, help="all settings")
     for name, settings in options.items():
-        kind = home_path if settings.get("type") is Path else settings.get("type")
-        typed: dict[str, Any] = {"type": kind} if kind else {}
-        parser.add_argument(f"--{name}", **{**settings, **typed})
+        at_home: dict[str, Any] = {"type": home_path} if settings.get("type") is Path else {}
+        parser.add_argument(f"--{name}", **{**settings, **at_home})
     return parser
 
 
