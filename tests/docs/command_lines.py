@@ -132,7 +132,9 @@ class Texts:
         """Returns why the program's own parser refuses the words; ""."""
         said = StringIO()
 
-        def settings(kind: type, *, default: Config, args: Sequence[str], **_: Any) -> Config:
+        def settings(kind: Any, *, args: Sequence[str], default: Any = None, **_: Any) -> Any:
+            if "--help" in args:  # of a group: it is printed, and the command ends
+                raise SystemExit
             for each in units(args):
                 self._settings.append(Setting(f"{where}: {shlex.join(words)}", default, each))
             return default

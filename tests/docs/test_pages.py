@@ -3,17 +3,14 @@
 import doctest
 import json
 import re
-from dataclasses import is_dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
-from types import UnionType
-from typing import Any, get_args, get_type_hints
 
 import pytest
 
-from jaxthd.config import Config
+from jaxthd.config.listing import all_groups
 from jaxthd.data.sources.manifest import read_manifest
 from tests.docs.reference import REFERENCE
 
@@ -24,17 +21,10 @@ PACKAGE = ROOT / "jaxthd"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
-def settings(node: Any = Config, prefix: str = "") -> set[str]:
-    """Every setting as the command line names it, without its dashes."""
-    found = set()
-    for name, hint in get_type_hints(node).items():
-        path = prefix + name.replace("_", "-")
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-        inner = [kind for kind in kinds if is_dataclass(kind)]
-        found |= settings(inner[0], f"{path}.") if inner else set()
-        if not inner or len(kinds) > 1:
-            found.add(path)
-    return found
+def settings() -> set[str]:
+    """Every setting and every group of them as the command line names it, without its dashes."""
+    found = {setting.option.removeprefix("--") for group in all_groups() for setting in group.settings}
+    return found | {group.path.replace("_", "-") for group in all_groups()}
 
 
 def code_of(text: str) -> str:
