@@ -78,7 +78,7 @@ def test_what_is_dropped_is_listed_and_no_skipped_share(folder, kind, capsys):
     reasons = {line["key"].partition(":")[0]: line["reason"] for line in listed}
     assert reasons.pop("7").startswith("not JSON")
     assert {
-        n: reason[len(FILTERED) :].partition("_per")[0].split()[0] for n, reason in reasons.items()
+        n: reason[len(FILTERED) :].partition(",")[0].rpartition(" ")[0] for n, reason in reasons.items()
     } == DROPPED
     assert "tokens_per_second: at most 30, and this has 40: 40 in 1 s" in reasons["4"]
     with data.validation() as loader:

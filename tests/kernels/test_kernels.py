@@ -266,9 +266,16 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
     config = asking(scan_backend="auto", llm=SMALL, kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "xla"
     config = asking(scan_backend="pallas", llm=SMALL, kernels_unverified=True)
-    assert with_admitted(config, lines.append, tmp_path) == using(config, **LARGE_KERNELS)
+    assert with_admitted(config, lines.append, tmp_path) == config
     assert lines[0].startswith("scan: xla; not pallas: it is off from xla, by y ")
     assert lines[1].endswith("used all the same, as compute.kernels_unverified says")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_gpus_take_large_products_where_no_sizes_are_given(lines: list[str], tmp_path: Path):
+    config = using(asking(llm=SMALL), block_sizes=None)
+    sizes = replace(config.compute.blocks, **LARGE_KERNELS)
+    assert with_admitted(config, lines.append, tmp_path) == using(config, block_sizes=sizes)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
