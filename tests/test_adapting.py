@@ -43,7 +43,7 @@ CONFIG = '''"""Adapting the published checkpoint beside this file."""
 from pathlib import Path
 
 from jaxthd.config import (
-    AdaptConfig, ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
+    AdaptConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig, TrainConfig
 )
 from jaxthd.hf.checkpoint import model_config
 
@@ -65,7 +65,6 @@ def config() -> Config:
             workers=0,
         ),
         model=model_config(PUBLISHED, model=ModelConfig(encoder=EncoderConfig(chunk_seconds=8.0))),
-        compute=ComputeConfig(block_sizes=BlockSizes(attention=64)),
         adapt=AdaptConfig(
             freeze=("encoder.*",),
             lora_rank=8,
