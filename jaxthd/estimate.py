@@ -34,7 +34,6 @@ from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.search import slot_work
 from jaxthd.planning.sizes import Number
-from jaxthd.planning.stage_memory import decided, describe_stages, has_stages
 from jaxthd.planning.traffic import step_traffic
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
@@ -46,11 +45,6 @@ from jaxthd.validate import DeviceFacts, validate
 _OF_MACHINES = Cluster()
 OPTIONS: dict[str, dict[str, Any]] = {
     "no-compile": {"action": "store_true", "help": "closed forms only"},
-    "device-memory": {
-        "type": float,
-        "metavar": "GIB",
-        "help": "memory of a device, for what stages may keep",
-    },
     "gpus-a-machine": {"type": int, "default": _OF_MACHINES.gpus, "metavar": "N", "help": "joined by NVLink"},
     "network-gb": {
         "type": float,
@@ -69,16 +63,11 @@ def main(argv: list[str] | None = None) -> None:
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
-    memory = None if options.device_memory is None else round(options.device_memory * 2**30)
-    stages = describe_stages(config, memory) if has_stages(config) else ""
-    config = decided(config, memory)
     draws = draws_answers(objective_of(config))
     found = measure_grpo(config) if draws and not options.no_compile else None
     measured = None if options.no_compile else found.update if found else measure(config)
     mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
     print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
-    if stages:
-        print(f"\n{stages}")
     if config.data.rungs:
         print(f"\n{rungs_table(config, measured)}")
     if config.mesh.devices > options.gpus_a_machine:

@@ -50,7 +50,6 @@ from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.planning.layout_choice import keep_layout, with_layout
 from jaxthd.planning.model_flops import model_flops
-from jaxthd.planning.stage_memory import decided_here
 from jaxthd.posttraining.cached_reference import WithReference, cached_reference
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
@@ -98,7 +97,7 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     require_objective(config, draws=False)
     # The workdir keeps the config as it was given: another machine may admit other kernels.
     given, start = config, time.monotonic()
-    config = decided_here(prepared(with_layout(config, workdir)))
+    config = prepared(with_layout(config, workdir))
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))

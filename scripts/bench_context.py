@@ -10,7 +10,7 @@ batches. --check exits 1 and lists the claims that fail:
 - a Mamba layer exchanges the same bytes at 8k and 64k tokens, and as many as a formula gives; so does a layer
   of the gated delta rule;
 - under the layout "whole" a layer exchanges nothing for a buffer in which no document is cut (padding, steps
-  skipped and evenness under all three layouts: scripts/bench_layouts.py);
+  skipped and evenness under both layouts: scripts/bench_layouts.py);
 - attention executes the smallest number of blocks that the mask allows;
 - 64 experts cost at most 1.3 times the flops of 8.
 
@@ -304,22 +304,19 @@ def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cla
 def layouts_section(contexts: Sequence[int], tokens: int) -> list[Claim]:
     """What a layer exchanges under each layout; under "whole", of a buffer with no, one or the most cut
     documents."""
-    document, whole = (replace(COMPUTE, context_layout=layout) for layout in ("document", "whole"))
-    # Under "document" the ranks share Mamba2's heads.
-    llm = replace(TINY.llm, mamba_heads=max(TINY.llm.mamba_heads, *contexts))
+    whole = replace(COMPUTE, context_layout="whole")
     rows, claims = [], []
     for kind in "M*":
         for context in contexts:
-            received = partial(layer_bytes, kind, context, tokens, llm)
+            received = partial(layer_bytes, kind, context, tokens)
             taken = partial(received, compute=whole)
             none, one, most = taken(), taken(width=1, cut=1), taken(width=2, cut=whole.context_cuts)
-            rows.append([kind, context, received(), received(compute=document), none, one, most])
+            rows.append([kind, context, received(), none, one, most])
             text = f"{kind} at context {context} exchanges {none:,} bytes under whole where nothing is cut"
             claims.append(Claim(text, not none))
     show(
-        f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above.\n"
-        'Those of "document" include the ids and positions, which are gathered once a step',
-        "layer|context|buffer|document|whole, nothing cut|one, up to a quarter of the slots|most",
+        f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above",
+        "layer|context|buffer|whole, nothing cut|one, up to a quarter of the slots|most",
         rows,
     )
     return claims

@@ -1,4 +1,4 @@
-"""The three context layouts side by side, on buffers as the loader packs them.
+"""The context layouts side by side, on buffers as the loader packs them.
 
     python scripts/bench_layouts.py [--manifest MANIFEST] [--capacity 8192] [--buffers 40] [--contexts 2 4 8]
         [--long] [--clock]
@@ -41,7 +41,7 @@ from jaxthd.packing.batch import Batch, with_rows
 from jaxthd.packing.cuts import cut_widths
 from jaxthd.packing.document import Document, encoder_frames
 from jaxthd.packing.layout import LayoutKind
-from jaxthd.planning.layouts import exchange_bytes, state_bytes, whole_state_bytes
+from jaxthd.planning.layouts import state_bytes, whole_state_bytes
 from jaxthd.run.startup import simulate_devices
 from jaxthd.terminal.tables import show
 
@@ -138,8 +138,6 @@ def received(batch: Batch, layout: str, context: int, capacity: int) -> float:
 
     if layout == "buffer":
         return ring(share) + state_bytes(NANO, context, 2)
-    if layout == "document":
-        return ring(share) + exchange_bytes(NANO, context, share, 2)
     cuts = np.asarray(batch.cuts)
     taken = 2 * int(cuts.sum())
     if not taken:
@@ -177,7 +175,6 @@ def compare(lengths: Sequence[int], kind: str, capacity: int, count: int, contex
         of_nano = slot_work(Config(model=ModelConfig(llm=NANO)))
         layouts: dict[str, dict[str, Any]] = {
             "buffer": {},
-            "document": {"layout": "document", "round_to": 2 * context},
             "whole": {"layout": "whole", "slot_work": of_nano, "cuts": CUTS},
             "whole, attention even": {"layout": "whole", "cuts": CUTS},
         }
@@ -209,17 +206,16 @@ def clock(lengths: Sequence[int], kind: str, capacity: int, count: int, contexts
     from jaxthd.steps.training import loss_and_gradient
     from scripts.comparison.weights import random_state
 
-    layouts: tuple[LayoutKind, ...] = ("buffer", "document", "whole")
+    layouts: tuple[LayoutKind, ...] = ("buffer", "whole")
     rows = []
     for context in contexts:
         runs: list[tuple[Any, Any, list[Any]]] = []
         for layout in layouts:
-            round_to = 2 * context if layout == "document" else 1
             compute = ComputeConfig(context_layout=layout, context_cuts=CUTS)
-            data = DataConfig(rows=1, capacity=capacity, audio_capacity=0, round_to=round_to)
+            data = DataConfig(rows=1, capacity=capacity, audio_capacity=0)
             model = ModelConfig(None, TIMED)
             config = Config(mesh=MeshConfig(context=context), data=data, model=model, compute=compute)
-            settings: dict[str, Any] = {"layout": layout, "round_to": round_to, "cuts": CUTS}
+            settings: dict[str, Any] = {"layout": layout, "cuts": CUTS}
             batches = packed(
                 lengths, capacity, count, context=context, slot_work=slot_work(config), **settings
             )

@@ -201,7 +201,7 @@ def test_muons_update_needs_what_the_closed_form_says(pattern: str, mesh: MeshCo
 def test_the_bias_of_the_encoder_s_kernels_is_counted() -> None:
     """Forward, backward and its gradient: 3 x 4 bytes for each frame, head and distance."""
 
-    def block(attention: Literal["banded", "pallas"], seconds: float) -> Any:
+    def block(attention: Literal["blocks", "pallas"], seconds: float) -> Any:
         data = replace(SMALL.data, rows=1, audio_capacity=8 * 1024)
         encoder = replace(SMALL.model.encoder, heads=2, chunk_seconds=seconds)
         compute = replace(SMALL.compute, encoder_attention=attention)
@@ -211,7 +211,7 @@ def test_the_bias_of_the_encoder_s_kernels_is_counted() -> None:
 
     passes, distances = 2, 768 - 384  # clips of 375 and 188 frames, in whole pieces of 64 distances
     assert block("pallas", 30.0) - block("pallas", 15.0) == passes * 1024 * 3 * 4 * 2 * distances
-    assert block("banded", 30.0) == block("banded", 15.0)
+    assert block("blocks", 30.0) == block("blocks", 15.0)
 
 
 def test_recomputation_and_sharding_lower_what_the_closed_form_says() -> None:

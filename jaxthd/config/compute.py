@@ -1,7 +1,19 @@
 """The settings of how the model is computed."""
 
+import sys
 from dataclasses import dataclass
 from typing import Literal
+
+_SLOWER = "on an H100 it was bound to take over twice as long as pallas (docs/decisions/attention.md)"
+REPLACED = {
+    ("context_layout", "document"): (
+        "buffer",
+        "the loss is the same, to rounding (docs/decisions/context_layouts.md)",
+    ),
+    ("attention_backend", "batched"): ("auto", _SLOWER),
+    ("encoder_attention", "banded"): ("auto", _SLOWER),
+}
+"""(setting, a value that it had once) -> (the value that takes its place, what a user should know)."""
 
 
 @dataclass(frozen=True)
@@ -17,11 +29,12 @@ class ComputeConfig:
     fp8_experts: bool = False
     """Multiply routed experts with their tokens in 8-bit numbers, forward and backward."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
-    """How attention reaches the keys and values of other context ranks."""
-    context_layout: Literal["auto", "buffer", "document", "whole"] = "buffer"
+    """How attention reaches the keys and values of other context ranks. Among pipeline stages they are
+    gathered, whatever this says."""
+    context_layout: Literal["auto", "buffer", "whole"] = "buffer"
     """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
-    whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context), or only
-    documents that must be. "whole" keeps a document on one rank where it fits its share of the buffer.
+    whole buffer, or only documents that must be. "whole" keeps a document on one rank where it fits its share
+    of the buffer.
     "auto": a training run chooses by the lengths of its documents, and keeps the choice in its workdir; other
     commands, and objectives that compare answers, use "buffer"."""
     context_cuts: int = 8
@@ -40,16 +53,15 @@ class ComputeConfig:
     attention_backend: str = "auto"
     """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16. "pallas": kernels of
-    our own, for windows, shared prompts and decoding too. "batched": all blocks at once, few large kernels.
+    our own, for windows, shared prompts and decoding too.
     All are for NVIDIA GPUs, and a measurement as the run starts must admit them; none has run on one yet.
-    "auto": on GPUs the first of te, cudnn, pallas, batched, xla that is admitted; xla elsewhere. See jaxthd
+    "auto": on GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd
     doctor."""
-    encoder_attention: Literal["auto", "blocks", "banded", "pallas"] = "auto"
+    encoder_attention: Literal["auto", "blocks", "pallas"] = "auto"
     """How the encoder's attention is computed. "blocks": a block after the other, and none without an allowed
-    pair. "banded": every block with all blocks that a clip can reach, in few large kernels. Both are dense in
-    rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must admit them.
-    On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": blocks on a CPU;
-    elsewhere pallas where it is admitted, else banded."""
+    pair; dense in rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must
+    admit them. On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": pallas on
+    GPUs where it is admitted, else blocks."""
     subsampling_frames: int = 0
     """Encoder frames (80 ms) that the subsampling works on at a time. 0: 1024 on GPUs, 128 elsewhere."""
     scan_backend: str = "auto"
@@ -76,13 +88,6 @@ class ComputeConfig:
     activations. Those of the subsampling are as large as many blocks'."""
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
-    remat_stage: Literal["auto", "stage", "blocks", "nothing"] = "auto"
-    """In a pipeline: what the backward pass of a stage computes again. "stage": the stage from its input,
-    then its blocks as remat_llm says; it runs forward three times, or two. "blocks": its blocks, from inputs
-    that are kept for each microbatch in flight; two times. "nothing": all activations are kept; once. "auto":
-    in jaxthd train nothing, where the devices' memory is known and holds that; else blocks, or with remat_llm
-    False the stage.
-    But for "stage" the encoder, too, begins its backward pass where its forward pass ended."""
     remat_keep: Literal["nothing", "layers", "products"] = "nothing"
     """What is kept where the decoder or the encoder is recomputed. "nothing": only the input of each repeat
     of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
@@ -101,19 +106,14 @@ class ComputeConfig:
     """Options of XLA for the compiled programs, as NAME=VALUE. They override
     jaxthd/kernels/xla_options.py."""
 
+    def __post_init__(self) -> None:
+        """Puts values of today in the place of those that there were, and says so."""
+        for (name, old), (now, why) in REPLACED.items():
+            if getattr(self, name) == old:
+                print(f"compute.{name} {old!r} is no choice any more, {now!r} is: {why}", file=sys.stderr)
+                object.__setattr__(self, name, now)
+
     @property
-    def layout(self) -> Literal["buffer", "document", "whole"]:
+    def layout(self) -> Literal["buffer", "whole"]:
         """context_layout; "buffer" where nothing has decided on "auto"."""
         return "buffer" if self.context_layout == "auto" else self.context_layout
-
-    @property
-    def recomputed_of_stage(self) -> Literal["stage", "blocks", "nothing"]:
-        """remat_stage, with what "auto" means where no device's memory is known."""
-        if self.remat_stage != "auto":
-            return self.remat_stage
-        return "blocks" if self.remat_llm else "stage"
-
-    @property
-    def remat_blocks_of_stage(self) -> bool:
-        """Whether a pipeline stage recomputes its blocks in the backward pass."""
-        return {"stage": self.remat_llm, "blocks": True, "nothing": False}[self.recomputed_of_stage]

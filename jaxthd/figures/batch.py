@@ -93,11 +93,10 @@ def batch_figure(batch: Batch, report: BatchReport, config: Config) -> Figure:
 
 def _draw_tokens(axes: Axes, buffer: Buffer, row: int, config: Config) -> None:
     capacity, real = len(buffer.ids), int((buffer.ids > 0).sum())
-    context, each = config.mesh.context, config.compute.layout == "document"
-    over = f"{', each document' * (each and context > 1)}{_over(context)}"
+    context = config.mesh.context
     _strip(
         axes,
-        f"buffer {row}{over}: {buffer.ids.max()} documents in {real:,} slots, "
+        f"buffer {row}{_over(context)}: {buffer.ids.max()} documents in {real:,} slots, "
         f"{buffer.weights.sum():,.0f} supervised",
         "token slot, in document order",
         capacity,
@@ -113,7 +112,7 @@ def _draw_tokens(axes: Axes, buffer: Buffer, row: int, config: Config) -> None:
     for start, stop in stretches(buffer.weights):
         if buffer.weights[start]:
             axes.add_patch(Rectangle((start, -0.3), stop - start, 0.2, facecolor=INK, linewidth=0))
-    chunks = 1 if context == 1 or each else 2 * context
+    chunks = 1 if context == 1 else 2 * context
     _shares(axes, [min(chunk, chunks - 1 - chunk) for chunk in range(chunks)], capacity)
 
 

@@ -154,6 +154,7 @@ def _read_settings(file: Path) -> dict[str, Any]:
         ) from error
     _with_trackers(stored)
     _with_rope(stored)
+    _with_remat(stored)
     older = _older_fields(stored)
     if older:
         fields = "".join(f"\n  {name} is now {new}" for name, new in older.items())
@@ -179,6 +180,15 @@ def _with_rope(stored: dict[str, Any]) -> None:
     llm = model.get("llm") if isinstance(model, dict) else None
     if isinstance(llm, dict) and "rope_theta" in llm:
         llm.setdefault("rope", {"theta": llm.pop("rope_theta")})
+
+
+def _with_remat(stored: dict[str, Any]) -> None:
+    """Replaces compute.remat_stage, which older runs have, by compute.remat_llm."""
+    compute = stored.get("compute")
+    if isinstance(compute, dict) and "remat_stage" in compute:
+        recomputed = compute.pop("remat_stage")
+        if recomputed in ("blocks", "nothing"):
+            compute["remat_llm"] = recomputed == "blocks"
 
 
 def _older_fields(stored: Mapping[str, Any]) -> dict[str, str]:

@@ -95,9 +95,6 @@ def _of_rank(sizes: Sizes, rank: int) -> Memory:
 def _pipeline_slots(sizes: Sizes, memory: Memory) -> None:
     """What is kept between the ticks of a pipeline."""
     slots, in_flight = sizes.schedule.slots, sizes.schedule.in_flight
-    if sizes.recomputes == "stage":
-        memory.kept["pipeline slots"] = (slots + 2) * sizes.stream
-        return
     of_stage = max(_kept_by_decoder(sizes, rank) for rank in range(sizes.stages.ranks))
     memory.kept["pipeline slots"] = (slots + 1) * of_stage + 2 * sizes.stream
     encoder = sizes.config.model.encoder
@@ -111,7 +108,7 @@ def _kept_by_decoder(sizes: Sizes, rank: int) -> Number:
     """Bytes that the layers of a stage keep, for the rank's largest stage; where they keep products as many
     as without recomputation, an upper bound."""
     compute = sizes.config.compute
-    remat = sizes.remat_blocks and compute.remat_keep != "products"
+    remat = compute.remat_llm and compute.remat_keep != "products"
     stage, most = 0.0, 0.0
     for unit in sizes.units(rank):
         inputs = len(unit.letters) if compute.remat_keep == "layers" else 1
@@ -158,7 +155,7 @@ def _unit(sizes: Sizes, letters: str, module: str = "decoder") -> Number:
     gradients = {k: sizes.gathered(module, "layers", LAYER_KINDS[k].name, trained=True) for k in kinds}
     activations = {k: _layer(sizes, k) for k in kinds}
     used = sum(weights[k] * sizes.a / sizes.parameter for k in letters)
-    remat = sizes.remat_blocks if module == "decoder" else sizes.config.compute.remat_llm
+    remat = sizes.config.compute.remat_llm
     recomputed = sum(activations[k] for k in letters) if remat else 0
     return used + recomputed + max(activations[k] + gradients[k] for k in letters)
 

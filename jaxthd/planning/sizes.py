@@ -61,9 +61,6 @@ class Sizes:
     heads, kv_heads, mamba_heads, groups, inner, channels: counts in a layer, on a tensor rank.
     owners: axes that the experts are sharded over. expert_slots: token slots in a layer's expert exchange.
     live: axes with several ranks. head: the parameter that is the head.
-    uniform_program: whether all pipeline ranks run one stage program at a time. recomputes: what the backward
-    pass of a pipeline stage computes again (compute.recomputed_of_stage); None without a pipeline.
-    remat_blocks: whether the decoder's blocks are recomputed.
     """
 
     def __init__(self, config: Config) -> None:
@@ -75,9 +72,6 @@ class Sizes:
         self._blueprint = Blueprint(config)
         self.stages, self.schedule = self._blueprint.stages, self._blueprint.schedule
         self.is_pipelined = len(self.stages.patterns) > 1
-        self.uniform_program = self._blueprint.uniform_program
-        self.recomputes = compute.recomputed_of_stage if self.is_pipelined else None
-        self.remat_blocks = compute.remat_blocks_of_stage if self.is_pipelined else compute.remat_llm
         self.live = tuple(axis for axis in AXES if ranks_of(mesh, (axis,)) > 1)
         self.depths = config.depths_trained
         self.head = "embedding" if llm.tied_embedding else "head"
@@ -151,7 +145,7 @@ class Sizes:
         if letter != "L":
             return 2 * self.kv_heads * llm.head_dim
         compute, latent = self.config.compute, llm.latent_attention
-        if compute.context_exchange == "all_gather" and compute.layout != "whole":
+        if (compute.context_exchange == "all_gather" or self.is_pipelined) and compute.layout != "whole":
             return latent.kept
         fused = compute.attention_backend not in ("xla", "auto")
         dims = 2 * latent.kernel_head_dim if fused else latent.qk_head_dim + latent.v_head_dim
@@ -166,10 +160,5 @@ class Sizes:
 
     @property
     def stage_runs(self) -> int:
-        """How often a rank runs a stage's forward pass in a step, and equally often the backward pass.
-
-        If all ranks run one uniform program, as a ring needs, idle ranks compute along with the others.
-        """
-        if self.is_pipelined and self.uniform_program:
-            return int(self.schedule.forward.busy.sum())
+        """How often a rank runs a stage's forward pass in a step, and equally often the backward pass."""
         return self.schedule.microbatches * self.schedule.chunks

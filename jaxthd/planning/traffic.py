@@ -28,18 +28,17 @@ VOCABULARY = (PIPELINE, TENSOR)
 def step_traffic(config: Config) -> ByAxes:
     """Bytes that the busiest device receives in a step.
 
-    - FSDP, for each microbatch: a layer's weights are gathered for the forward and for the backward pass, and
-      once more where a pipeline stage is computed again from its input (compute.remat_stage), matrices in
-      the compute dtype; gradients are reduce-scattered once, in that of the parameters. Embedding and head
-      are gathered once. Frozen weights have no gradients; a wholly frozen encoder has no backward pass.
+    - FSDP, for each microbatch: a layer's weights are gathered for the forward and for the backward pass,
+      matrices in the compute dtype; gradients are reduce-scattered once, in that of the parameters. Embedding
+      and head are gathered once. Frozen weights have no gradients; a frozen encoder has no backward pass.
     - Gradients of replicated weights: all-reduced once a step.
     - Tensor: a sum of N D a for every layer, forward and backward; it is recomputed for all layers of a unit
       but the last. If sequence-sharded: a gather and a scatter of the same size instead.
     - Context: keys and values go around the ring forward and backward, and their gradients (w) return to
-      their ranks; Mamba2's exchange is jaxthd.planning.layouts.mamba_bytes. If stages differ, states and the
-      convolution's halos of all ranks are gathered. In a uniform program idle stages exchange too. Where
-      answers continue a shared prompt, the states at the ends of all prompts that rows have room for are
-      summed, forward and backward, and so are the convolution's last inputs.
+      their ranks; Mamba2's exchange is jaxthd.planning.layouts.mamba_bytes. Among pipeline stages keys and
+      values, states and the convolution's halos of all ranks are gathered. Where answers continue a shared
+      prompt, the states at the ends of all prompts that rows have room for are summed, forward and backward,
+      and so are the convolution's last inputs.
     - Under the layout "whole": as if each row had as many cut documents as it may; with context_cuts 0, as in
       steps whose rows have none.
     - Experts: expert slots x width are sent to the experts and back in the forward pass, and twice there and
@@ -92,11 +91,8 @@ class _Received:
 def _of_rank(sizes: Sizes, rank: int) -> ByAxes:
     received = _Received(sizes)
     for unit in sizes.units(rank):
-        # A scan of one iteration is unrolled. Where it ends the stage, its output is not computed again.
-        unrolled_end = sizes.remat_blocks and unit.ends_stage and unit.repeats == 1
-        again = int(sizes.recomputes == "stage" and not unrolled_end)
         times = unit.repeats * sizes.stage_runs / sizes.schedule.chunks
-        _layers(sizes, received, unit.letters, times, again)
+        _layers(sizes, received, unit.letters, times)
     if sizes.depths:
         _mtp(sizes, received)
     _around_the_stages(sizes, received)
@@ -125,24 +121,19 @@ def _around_the_stages(sizes: Sizes, received: _Received) -> None:
         received.gather((TENSOR,), sizes.stream, 2 * m * depths)
 
 
-def _layers(
-    sizes: Sizes, received: _Received, letters: str, times: Number, again: int, module: str = "decoder"
-) -> None:
-    """Traffic of a unit's layers, `times` forward and backward.
-
-    again: forward passes that the backward pass begins with, 0 or 1.
-    """
-    remat = int(sizes.remat_blocks if module == "decoder" else sizes.config.compute.remat_llm)
+def _layers(sizes: Sizes, received: _Received, letters: str, times: Number, module: str = "decoder") -> None:
+    """Traffic of a unit's layers, `times` forward and backward."""
+    remat = int(sizes.config.compute.remat_llm)
     for letter, count in Counter(letters).items():
         for weight in sizes.weights_of(module, "layers", LAYER_KINDS[letter].name):
-            received.weight(weight, 2 + again, times * count)
+            received.weight(weight, 2, times * count)
         is_stage = module == "decoder" and sizes.is_pipelined
-        passes = _Passes(1 + again + remat, remat=bool(remat))
+        passes = _Passes(1 + remat, remat=bool(remat))
         _mixer(sizes, received, letter, times * count, passes, is_stage=is_stage)
     recomputed = remat * (len(letters) - 1)
-    sums = (1 + again) * len(letters) + recomputed + len(letters)
+    sums = 2 * len(letters) + recomputed
     if sizes.is_sequence_sharded:
-        gathers = sums + (1 + again + remat + 1) * len(letters)
+        gathers = sums + (2 + remat) * len(letters)
         received.gather((TENSOR,), sizes.stream, times * gathers)
     else:
         received.sum((TENSOR,), sizes.stream, times * sums)
@@ -163,14 +154,14 @@ def _mixer(
     is_stage: whether it is in a pipeline stage, which other ranks may not run at the same time.
     """
     config, llm, forward = sizes.config, sizes.config.model.llm, passes.forward
-    is_ring = config.compute.context_exchange == "ring"
+    uniform_program = not (is_stage and sizes.is_pipelined)
+    is_ring = config.compute.context_exchange == "ring" and uniform_program
     exchanges_any = config.compute.layout != "whole" or config.compute.context_cuts > 0
-    uniform_program = not is_stage or sizes.uniform_program
     match letter:
         case "*" | "W" | "L":
             kv = sizes.tokens * sizes.keys_and_values(letter) * exchanges_any
             if is_ring:
-                again = _sent_again(sizes.mesh.context, in_pairs=not uniform_program) if passes.remat else 1
+                again = _sent_again(sizes.mesh.context) if passes.remat else 1
                 backward = sizes.w + sizes.a * again
                 received.gather((CONTEXT,), kv * (forward * sizes.a + backward), times)
             else:
@@ -202,11 +193,11 @@ def _mixer(
             received.sum((DATA, CONTEXT), (llm.experts + 1) * sizes.w, times * forward)
 
 
-def _sent_again(context: int, *, in_pairs: bool) -> float:
+def _sent_again(context: int) -> float:
     """The share of a ring's sends that the backward pass repeats after a forward pass that is part of it.
     The compiler merges the others: those outside the loop of ops/attention/exchange.py, which a ring has from
-    4 ranks on, and one in pairs from 6."""
-    return (context - 2) / (context - 1) if context > (5 if in_pairs else 3) else 0.0
+    4 ranks on."""
+    return (context - 2) / (context - 1) if context > 3 else 0.0
 
 
 def _shared_prompts(sizes: Sizes, received: _Received, times: Number) -> None:
@@ -224,7 +215,7 @@ def _shared_prompts(sizes: Sizes, received: _Received, times: Number) -> None:
 def _mtp(sizes: Sizes, received: _Received) -> None:
     times = sizes.schedule.microbatches * sizes.depths
     for letters, repeats in repeated_units(sizes.config.model.llm.mtp_pattern):
-        _layers(sizes, received, letters, times * repeats, 0, "mtp")
+        _layers(sizes, received, letters, times * repeats, "mtp")
     for weight in sizes.weights_of("mtp", "depths"):
         received.weight(weight, 1, times)
     if sizes.is_sequence_sharded:
@@ -249,32 +240,29 @@ def _encoder(sizes: Sizes, received: _Received, encoder: EncoderConfig) -> None:
     """Encoder and adapter."""
     m, backward = sizes.schedule.microbatches, int(sizes.trains("encoder"))
     is_differentiated = sizes.trains("encoder") or sizes.trains("adapter")
-    again = int(sizes.recomputes == "stage" and is_differentiated)
     for weight in (*sizes.weights_of("encoder"), *sizes.weights_of("adapter")):
         of_blocks = "blocks" in weight.path
-        gathered_again = int(sizes.is_pipelined and is_differentiated and not again and not of_blocks)
-        passes = 1 + again + gathered_again + of_blocks * backward
+        gathered_again = int(sizes.is_pipelined and is_differentiated and not of_blocks)
+        passes = 1 + gathered_again + of_blocks * backward
         received.weight(weight, passes, m * weight.layers)
     if sizes.trains("encoder", "blocks", "conv", "norm"):
         statistics, remat = 2 * encoder.dim * sizes.w, int(sizes.config.compute.remat_encoder)
-        received.sum(AXES, statistics, m * encoder.layers * (2 + again + remat))
-    _cut_chunks(sizes, received, encoder, m, backward, again)
+        received.sum(AXES, statistics, m * encoder.layers * (2 + remat))
+    _cut_chunks(sizes, received, encoder, m, backward)
     gathers = m * (1 + is_differentiated)
     received.gather(AUDIO_AXES, sizes.frames * sizes.config.model.llm.dim * sizes.a, gathers)
 
 
-def _cut_chunks(
-    sizes: Sizes, received: _Received, encoder: EncoderConfig, m: int, backward: int, again: int
-) -> None:
+def _cut_chunks(sizes: Sizes, received: _Received, encoder: EncoderConfig, m: int, backward: int) -> None:
     """What the encoder exchanges for chunks that are cut over ranks (ops/neighbours.py).
 
-    m, backward, again: microbatches; backward passes of a microbatch; forward passes that they begin with.
+    m, backward: microbatches; backward passes of a microbatch.
     """
     frames, ranks, half = sizes.row_frames, sizes.mesh.audio_ranks, encoder.conv_kernel // 2
     keys = 2 * received_frames(sizes.reach, sizes.reach, frames, ranks) * encoder.dim * sizes.a
     halo = received_frames(half, half, frames, ranks) * encoder.dim * sizes.a
-    passes = 1 + again + backward * (1 + sizes.config.compute.remat_encoder)
+    passes = 1 + backward * (1 + sizes.config.compute.remat_encoder)
     received.add(AUDIO_AXES, sizes.rows * (keys + halo) * encoder.layers * passes * m)
     ids = 2 * received_frames(sizes.reach, sizes.reach, frames, ranks) * 4
     mels = received_frames(SUBSAMPLING, 0, SUBSAMPLING * frames, ranks) * encoder.num_mels * sizes.a
-    received.add(AUDIO_AXES, sizes.rows * (ids + mels) * (1 + again) * m)
+    received.add(AUDIO_AXES, sizes.rows * (ids + mels) * m)

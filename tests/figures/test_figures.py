@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from matplotlib.image import imread
 from matplotlib.patches import Rectangle
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
+from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.draw import main
 from jaxthd.errors import UserError
@@ -196,9 +196,6 @@ MESHES = pytest.mark.parametrize(
         Config(),
         Config(MeshConfig(context=2), DataConfig(round_to=8)),
         Config(MeshConfig(context=4, data=2)),
-        Config(
-            MeshConfig(context=2), DataConfig(round_to=4), compute=ComputeConfig(context_layout="document")
-        ),
     ],
 )
 

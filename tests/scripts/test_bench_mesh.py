@@ -16,17 +16,12 @@ def test_memory_of_a_pipeline_does_not_grow_with_the_microbatches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("recomputes", "passes"),
-    [
-        ("nothing", 1.0),
-        pytest.param("auto", 1.5, marks=pytest.mark.exhaustive),
-        pytest.param("stage", 2.5, marks=pytest.mark.exhaustive),
-    ],
+    ("remat_llm", "passes"), [(False, 1.0), pytest.param(True, 1.5, marks=pytest.mark.exhaustive)]
 )
-def test_a_stage_runs_forward_as_often_as_it_must(recomputes: bench.Recomputes, passes: float) -> None:
+def test_a_stage_runs_forward_as_often_as_it_must(remat_llm: bool, passes: float) -> None:
     """Counted in matrix products. Of a recomputed MLP the second one is not needed."""
     config = bench.tiny(MeshConfig(pipeline=2), "----", rows=2, microbatches=2, tokens=64)
-    text = bench.lowered_step(bench.with_remat(config, recomputes)).compile(bench.UNOPTIMIZED).as_text()
+    text = bench.lowered_step(bench.with_remat(config, remat_llm)).compile(bench.UNOPTIMIZED).as_text()
     assert bench.forward_passes(bench.flops_of_parts(text)) == passes
 
 
