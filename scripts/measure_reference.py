@@ -19,7 +19,7 @@ from jaxthd.config import AdaptConfig, Config, PostTrainingConfig
 from jaxthd.errors import readable_errors
 from jaxthd.models.adapt import without_lora
 from jaxthd.parallel.mesh import bytes_of
-from jaxthd.planning.compiled_step import abstract_inputs, compilable, in_float32
+from jaxthd.planning.compiled_step import abstract_inputs, as_wide, compilable
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.program import UNOPTIMIZED
 from jaxthd.run.startup import simulate_devices
@@ -48,7 +48,7 @@ class Cost(NamedTuple):
 
 def cost(config: Config) -> Cost:
     """Of a config whose objective compares with a reference."""
-    config = compilable(in_float32(config))
+    config = compilable(as_wide(config))
     blueprint, mesh, state, batch = abstract_inputs(config)
     sizes = state_bytes(config)
     whole = sum(size for name, size in sizes.items() if name != "gradients")
