@@ -24,12 +24,12 @@ from jaxthd.data.packer import pack_documents
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.config_file import load_config
-from jaxthd.inference.rollouts import Rollout, Rollouts
 from jaxthd.ops.sampling import make_sampling
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.rl.rollouts import Rollout, Rollouts
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step

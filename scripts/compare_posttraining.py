@@ -33,8 +33,8 @@ import jaxthd.grpo
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.errors import readable_errors
 from jaxthd.files.jsonl import read_lines
-from jaxthd.posttraining.shared_rewards import SharedRewards
-from jaxthd.rewards.group import Rewarded
+from jaxthd.rl.rewards.group import Rewarded
+from jaxthd.rl.rewards.rewarder import Rewarder
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.terminal.tables import show
 
@@ -123,9 +123,9 @@ def seeds(seed: int) -> list[Any]:
 
 def with_shuffled_rewards(seed: int, argv: list[str]) -> None:
     """`jaxthd grpo`, but a prompt's answers get the rewards of those to another prompt of the step."""
-    collect, rng = SharedRewards.collect, np.random.default_rng(seed)
+    collect, rng = Rewarder.collect, np.random.default_rng(seed)
 
-    def shuffled(self: SharedRewards, *, are_counted: bool = True) -> list[Rewarded]:
+    def shuffled(self: Rewarder, *, are_counted: bool = True) -> list[Rewarded]:
         found = collect(self, are_counted=are_counted)
         if not are_counted:  # a validation's
             return found
@@ -135,7 +135,7 @@ def with_shuffled_rewards(seed: int, argv: list[str]) -> None:
             for own, i in zip(found, order, strict=True)
         ]
 
-    SharedRewards.collect = shuffled  # type: ignore[method-assign]
+    Rewarder.collect = shuffled  # type: ignore[method-assign]
     with readable_errors():
         jaxthd.grpo.main(argv)
 

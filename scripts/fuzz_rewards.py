@@ -26,9 +26,9 @@ import numpy as np
 
 from jaxthd.config import Config, RolloutConfig
 from jaxthd.errors import UserError
-from jaxthd.rewards import Group
-from jaxthd.rewards.registry import BUILT_IN
-from jaxthd.rewards.rewarder import Rewarder
+from jaxthd.rl.rewards import Group
+from jaxthd.rl.rewards.registry import BUILT_IN
+from jaxthd.rl.rewards.rewarder import Rewarder
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from scripts.misbehaving_rewards import GOOD, WAYS
@@ -150,7 +150,9 @@ def check_functions() -> list[str]:
                 Group(key=key, fields={"way": key}, answers=("a", "b"), tokens=(2, 2), ended=(True, True))
                 for key in (way, "well")
             ]
-            found, after = rewarder.collect([rewarder.submit(each) for each in drawn])
+            for number, each in enumerate(drawn):
+                rewarder.submit(number, each)
+            found, after = rewarder.collect()
             said = found.failure.reason if found.failure else f"rewards {list(found.rewards or ())}"
             print(f"{way:18}{said}")
             if (found.failure is None) != (way in GOOD) or (found.failure and found.failure.key != way):
@@ -172,7 +174,9 @@ def check_groups(count: int, seed: int) -> list[str]:
         )
         start, reasons, rewarded = time.perf_counter(), Counter[str](), 0
         with Rewarder.of(config) as rewarder:
-            for each in rewarder.collect([rewarder.submit(group) for group in groups]):
+            for number, group in enumerate(groups):
+                rewarder.submit(number, group)
+            for each in rewarder.collect():
                 if each.failure:
                     reasons[each.failure.reason.partition(";")[0][:60]] += 1
                     expected = each.group.reference is None or name == "equals"

@@ -1,4 +1,4 @@
-"""Reward functions that misbehave in every way, for scripts/fuzz_rewards.py and tests/rewards.
+"""Reward functions that misbehave in every way, for scripts/fuzz_rewards.py and tests/rl/rewards.
 
 Worker processes import this.
 """
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jaxthd.rewards import Group
+from jaxthd.rl.rewards import Group
 
 
 def misbehave(group: Group) -> Any:

@@ -6,8 +6,8 @@ python scripts/write_reference.py
 import re
 from pathlib import Path
 
-from jaxthd.posttraining.held_out import HELD_OUT_METRICS
-from jaxthd.posttraining.metrics import GRPO_METRICS
+from jaxthd.rl.held_out import HELD_OUT_METRICS
+from jaxthd.rl.metrics import GRPO_METRICS
 from jaxthd.run.metrics import (
     PREFERENCE_METRICS,
     STEP_METRICS,
@@ -86,7 +86,7 @@ REWARD_FIELDS = (
         "Raise rollout.max_new_tokens, or punish length (the reward overlong).",
     ),
 )
-"""Metrics of a step's rewards (jaxthd/rewards/advantages.py): name, unit, meaning, what to do."""
+"""Metrics of a step's rewards (jaxthd/rl/rewards/advantages.py): name, unit, meaning, what to do."""
 
 
 def reference() -> str:

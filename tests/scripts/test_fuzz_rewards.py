@@ -2,8 +2,8 @@
 
 import pytest
 
-from jaxthd.rewards import Group
-from jaxthd.rewards.registry import BUILT_IN
+from jaxthd.rl.rewards import Group
+from jaxthd.rl.rewards.registry import BUILT_IN
 from scripts import fuzz_rewards
 
 
