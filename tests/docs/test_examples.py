@@ -26,7 +26,7 @@ FIRST, LAST = 60, 64
 STEPS = {"400": str(FIRST), "800": str(LAST), "100": "2"}
 """Steps of the page -> those that are run."""
 CONFIG = """
-from jaxthd.config import BlockSizes, *
+from jaxthd.config import *
 def config():
     encoder = EncoderConfig(
         layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
