@@ -8,9 +8,8 @@ Bytes of the state are exact. Temporary memory and bytes on the wire are given t
 devices as the mesh has; no array of the run's size is ever allocated. CPUs compute bfloat16 in float32, so
 the closed forms are given for float32 too, for comparison. For a config of jaxthd grpo the compiled programs
 are those of its steps: rollouts, scores, the gradient of a batch and the update. Compiling Nemotron-3-Nano
-takes minutes; --no-compile skips it. With data.rungs the tables are those of the largest size, and one more
-compares the sizes. For more devices than a machine has, a further part says what the machines' links, storage
-and loading take, and what fails first (jaxthd/planning/cluster.py), on paper.
+takes minutes; --no-compile skips it. For more devices than a machine has, a further part says what the
+machines' links, storage and loading take, and what fails first (jaxthd/planning/cluster.py), on paper.
 """
 
 import sys
@@ -23,7 +22,6 @@ import jax
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.objectives.answers import draws_answers
-from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.mesh import CONTEXT, batch_specs, bytes_of, on_device
 from jaxthd.planning.bubble import describe_bubble
 from jaxthd.planning.cluster import Cluster, describe_cluster
@@ -32,7 +30,6 @@ from jaxthd.planning.compiled_step import Measured, abstract_batch, in_float32, 
 from jaxthd.planning.layouts import laid_out, possible_layouts
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import state_bytes
-from jaxthd.planning.search import slot_work
 from jaxthd.planning.sizes import Number
 from jaxthd.planning.stage_memory import decided, describe_stages, has_stages
 from jaxthd.planning.traffic import step_traffic
@@ -79,8 +76,6 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
     if stages:
         print(f"\n{stages}")
-    if config.data.rungs:
-        print(f"\n{rungs_table(config, measured)}")
     if config.mesh.devices > options.gpus_a_machine:
         cluster = Cluster(gpus=options.gpus_a_machine, network=1e9 * options.network_gb)
         print(f"\n{describe_cluster(config, cluster)}")
@@ -115,25 +110,6 @@ def programs_table(programs: Sequence[Program]) -> str:
         "the batches of a step.\nHeld: places with their keys and values, and weights on another mesh; "
         "scores; gradients. In float32."
     )
-
-
-def rungs_table(config: Config, measured: Measured | None) -> str:
-    """What a step needs at each size of data.ladder. measured: figures of the compiled step of the largest;
-    the steps of the others are then compiled too."""
-    rows = [("Sizes of buffers", "work", "batch", "temporary") + ("compiled in",) * (measured is not None)]
-    work, most = slot_work(config), 0.0
-    for rung in reversed(config.data.ladder):
-        at = config.at(rung)
-        taken = work[0] * rung.capacity + work[1] * BufferLimits.of(at).array_frames
-        most = max(most, taken)
-        batch = bytes_of(on_device(abstract_batch(at), batch_specs(), at.mesh))
-        name = f"{rung.capacity:,} slots, {rung.max_documents} documents, {rung.audio_capacity:,} mel frames"
-        cells = [name, f"{taken / most:.2f}", size_text(batch), size_text(temporary_memory(at).most)]
-        if measured:
-            seconds = measured.seconds if len(rows) == 1 else measure(at).seconds
-            cells.append(f"{seconds:.0f} s")
-        rows.append((*cells,))
-    return aligned(rows, left=(0,))
 
 
 class _Table:
