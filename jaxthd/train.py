@@ -48,12 +48,11 @@ from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.planning.layout_choice import keep_layout, with_layout
 from jaxthd.planning.model_flops import model_flops
-from jaxthd.planning.stage_memory import decided_here
 from jaxthd.posttraining.cached_reference import WithReference, cached_reference
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, changed_settings, newest_state, require_objective, workdir_of
+from jaxthd.run.fitting import fitting_step
 from jaxthd.run.goodput import TimeAccount, stored_seconds
-from jaxthd.run.ladder import RungWatch
 from jaxthd.run.measured_by import measured_by
 from jaxthd.run.metrics import StepFacts, metrics_line, time_line
 from jaxthd.run.metrics_file import open_metrics, read_metrics
@@ -66,8 +65,7 @@ from jaxthd.run.signals import StopRequests
 from jaxthd.run.startup import devices_ready, prepared
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.ladder import LadderStep
-from jaxthd.steps.reference_scores import make_refresh
+from jaxthd.steps.reference_scores import make_refresh, make_with_scores
 from jaxthd.steps.state import abstract_state, canonical_form
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.leaving import ends_in_time
@@ -96,7 +94,7 @@ def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     require_objective(config, draws=False)
     # The workdir keeps the config as it was given: another machine may admit other kernels.
     given, start = config, time.monotonic()
-    config = decided_here(prepared(with_layout(config, workdir)))
+    config = prepared(with_layout(config, workdir))
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))
@@ -138,7 +136,7 @@ def _train(
     """Returns the number of steps that it has trained."""
     # --- the model on the mesh ---
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
-    train_step = LadderStep(blueprint, mesh)
+    with_scores = make_with_scores(blueprint, mesh)
     refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     validation = Validation(blueprint, mesh, data, outputs)
     validate, save = account.timed("validating", validation), account.timed("saving", checkpoints.save)
@@ -160,7 +158,6 @@ def _train(
         metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
         non_finite = NonFiniteSteps(outputs, first, config.updates_of_a_step, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
-        watch_rungs = stack.enter_context(RungWatch(config.data, metrics.say))
         stopping.listen()
         with_reference = cached_reference(blueprint, mesh, data, outputs.path, state)
         validation.with_reference = with_reference
@@ -170,12 +167,14 @@ def _train(
         if first == 0 and validation.is_due(0):
             metrics.step({"step": 0, **validate(state), **time_line(account.seconds)})
         account.switch("stepping")
+        metrics.say(f"step {first + 1}: compiling the training step")
+        on_mesh = with_scores(state, on_mesh)
+        train_step = fitting_step(config, mesh, state, on_mesh, metrics.say)
         wanted, path = range(first + 1, steps + 1), outputs.path
         numbers = profiled(wanted, config.train, path, metrics.say, account.during)
         for step in stack.enter_context(numbers):
             began, current = time.perf_counter(), upcoming
-            watch_rungs(step, current.report.rung)
-            state, on_device = train_step(current.report.rung, state, on_mesh)
+            state, on_device = train_step(state, with_scores(state, on_mesh))
             if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
             if step < steps:  # the next batch is loaded while the devices work
@@ -188,7 +187,7 @@ def _train(
             data.watch(metrics.say)
             watch_padding(step, current.report)
             flops = flops_of and flops_of(current.report)
-            of_all = train_step.compilations, skipped, mesh.size, flops, peak, bool(config.data.rungs)
+            of_all = train_step._cache_size(), skipped, mesh.size, flops, peak
             facts = StepFacts(step, results, current.report, seconds, *of_all)
             validated = validate(state) if validation.is_due(step) else {}
             line = metrics_line(facts) | time_line(account.seconds)

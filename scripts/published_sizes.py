@@ -3,9 +3,9 @@
     python scripts/published_sizes.py [--only Qwen3 GPT-OSS ...] [--no-lines]
 
 The first table: parameters, and those that a token uses (of the embedding, a row), from the shapes of the
-model that jaxthd makes of the published settings; the published figures; how many devices of 80 GiB hold the
-training of all parameters with a 0.6B encoder, sharded over data ranks, a buffer of 8,192 tokens on each; and
-by the closed forms of jaxthd estimate the bytes that a device holds and receives in a step. Half a minute.
+model that jaxthd makes of the published settings; the published figures; and how many devices of
+80 GiB hold parameters, gradients and optimizer with a 0.6B encoder, sharded over data ranks, and what each
+holds of them. Half a minute.
 
 The second table: the lines of code that each family took, by file, from this checkout.
 
@@ -28,9 +28,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jaxthd.config import AdaptConfig, Config, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.files.config_file import load_config
 from jaxthd.hf.registry import FAMILIES
-from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.parameters import parameter_groups, state_bytes
-from jaxthd.planning.traffic import step_traffic
 from jaxthd.terminal.tables import Claim, conclude, show, size_text
 
 ROOT = Path(__file__).parents[1]
@@ -146,7 +144,7 @@ def sizes() -> Iterator[Size]:
 
 
 def run_of(size: Size, devices: int) -> Config:
-    """Training of all parameters: a buffer of 8,192 tokens on each of so many data ranks."""
+    """Training of all parameters over so many data ranks."""
     base = load_config(ROOT / "configs" / "qwen3.py")
     return replace(
         base,
@@ -158,10 +156,8 @@ def run_of(size: Size, devices: int) -> Config:
 
 
 def held(config: Config) -> int:
-    """Bytes that a device holds at most: state, and temporary memory."""
-    state = state_bytes(config)
-    del state["gradients"]  # they are of the temporary memory
-    return sum(state.values()) + int(temporary_memory(config).most)
+    """Bytes of the state and of its gradients on a device."""
+    return sum(state_bytes(config).values())
 
 
 def agrees(found: int, published: str) -> bool:
@@ -181,13 +177,12 @@ def sizes_table(only: list[str]) -> list[Claim]:
         while 16 * total / devices > DEVICE or held(run_of(size, devices)) > DEVICE:
             devices *= 2
         config = run_of(size, devices)
-        received = sum(step_traffic(config).values())
         figures = (f"{total:,}", size.total, f"{active / 1e9:.2f}", size.active or "all")
-        rows.append((size.name, *figures, devices, size_text(held(config)), size_text(received)))
+        rows.append((size.name, *figures, devices, size_text(held(config))))
         claims.append(Claim(f"{size.name}: {total:,} parameters", agrees(total, size.total)))
     show(
         "Published sizes",
-        "model|parameters|published, 1e9|a token uses, 1e9|published|devices|held by one|received in a step",
+        "model|parameters|published, 1e9|a token uses, 1e9|published|devices|held by one",
         rows,
     )
     return claims

@@ -34,8 +34,9 @@ def pages_of(node: Any) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     listed = pages_of(yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"])
-    made = ["index.md", HOOKS.API, HOOKS.COMMANDS, HOOKS.CONFIGS]
-    assert sorted(listed) == sorted([*made, *(page.name for page in (ROOT / "docs").glob("*.md"))])
+    made, docs = ["index.md", HOOKS.API, HOOKS.COMMANDS, HOOKS.CONFIGS], ROOT / "docs"
+    own = [f"{page.relative_to(docs)}" for at in ("*.md", "decisions/*.md") for page in docs.glob(at)]
+    assert sorted(listed) == sorted([*made, *own])
 
 
 def test_the_reference_has_every_public_name_below_the_module_that_defines_it() -> None:
