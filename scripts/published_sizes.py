@@ -219,6 +219,7 @@ LINES: dict[str, tuple[str, ...]] = {
         "models/mixers/mlp.py",
         "models/mixers/moe.py",
         "ops/rotary.py",
+        "hf/decoder.py",
         "hf/rotary.py",
     ),
     "shared: decoder, speech LM, step": (
