@@ -72,6 +72,12 @@ def test_a_stored_one_is_replaced_and_told(path: str, tmp_path: Path, capsys: py
     assert not differences(tmp_path, config)
 
 
+def test_a_file_that_is_read_again_is_not_warned_of_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    stored_run(tmp_path, {"compute.attention_block": 64})
+    assert read_config(tmp_path) == read_config(tmp_path)
+    assert capsys.readouterr().err.count("compute.attention_block 64 is no setting any more") == 1
+
+
 def test_several_that_became_one_are_joined(tmp_path: Path):
     stored_run(tmp_path, {"data.filter.min_seconds": 1.0, "data.filter.max_seconds": 9.0})
     assert read_config(tmp_path).data.filter.seconds == (1.0, 9.0)

@@ -20,6 +20,7 @@ from etils import epath
 
 from jaxthd.checkpoints.checksum import checksums, named_arrays
 from jaxthd.checkpoints.quiet_errors import quiet_orbax
+from jaxthd.config.removed import renewed_paths
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import EMA
 from jaxthd.parallel.processes import is_first
@@ -144,11 +145,12 @@ def comparable(found: Mapping[int, About]) -> list[int]:
 def measured_otherwise(then: Mapping[str, Any] | None, now: Mapping[str, Any] | None) -> str:
     """Says how two records' measured_by differ; "" where their metrics can be compared.
 
-    Validation sets are compared by content, whatever their names.
+    Validation sets are compared by content, whatever their names; settings that were removed since, by what
+    replaced them.
     """
     if then is None or now is None:
         return "" if then is now else "an older jaxthd did not note how it validated"
-    then, now = (json.loads(json.dumps(dict(x))) for x in (then, now))
+    then, now = (json.loads(json.dumps(renewed_paths(x))) for x in (then, now))
     differing = [
         name for name in {**then, **now} if _by_content(then.get(name)) != _by_content(now.get(name))
     ]

@@ -1,6 +1,8 @@
 """Settings that there were: an old config that gives one is accepted, and told what replaced it."""
 
+import sys
 from collections.abc import Callable, Mapping
+from functools import cache
 from typing import Any, NamedTuple
 
 
@@ -94,3 +96,19 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
             present |= old.becomes(value, present)
             notes.append(f"{group}.{name} {value!r} is no setting any more: {old.now}")
     return present, notes
+
+
+def renewed_paths(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings by their dotted paths, such as "compute.fp8", in which removed ones are replaced."""
+    groups: dict[str, dict[str, Any]] = {}
+    for path, value in fields.items():
+        group, dot, name = path.rpartition(".")
+        groups.setdefault(group + dot, {})[name] = value
+    each = ((group, renewed(group.removesuffix("."), own)[0]) for group, own in groups.items())
+    return {group + name: value for group, present in each for name, value in present.items()}
+
+
+@cache
+def warn_once(file: str, note: str) -> None:
+    """Prints the note of `renewed` on stderr. A command may read a file several times: it says so once."""
+    print(f"warning: {file}: {note}", file=sys.stderr)

@@ -5,7 +5,6 @@ import dataclasses
 import importlib.util
 import os
 import re
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ from jaxthd import config as settings
 from jaxthd.config import Config
 from jaxthd.config.data import split_name
 from jaxthd.config.listing import dataclass_in, kind_at
-from jaxthd.config.removed import REMOVED, renewed
+from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.errors import UserError
 from jaxthd.files.paths import expand_home
 
@@ -79,7 +78,7 @@ def _removed_accepted(path: Path) -> Iterator[None]:
         def accept(self: Any, *args: Any, **given: Any) -> None:
             fields, notes = renewed(group, given)
             for note in notes:
-                print(f"warning: {path}: {note}", file=sys.stderr)
+                warn_once(str(path), note)
             hints = get_type_hints(kind_at(group))
             inner = {
                 name: dataclass_in(hints[name])(**x) for name, x in fields.items() if isinstance(x, dict)

@@ -6,7 +6,6 @@ folder may be moved, and a command needs nothing else to use the run's weights.
 
 import json
 import shutil
-import sys
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any, NamedTuple, get_type_hints
 
 from jaxthd.config import ComputeConfig, Config
 from jaxthd.config.listing import dataclass_in, kind_at
-from jaxthd.config.removed import REMOVED, renewed
+from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.config_file import load_config, with_absolute_paths
@@ -173,7 +172,7 @@ def _renew(file: Path, stored: dict[str, Any], group: str) -> None:
     fields.clear()
     fields.update(json.loads(json.dumps(present)))
     for note in notes:
-        print(f"warning: {file}: {note}", file=sys.stderr)
+        warn_once(str(file), note)
 
 
 def _group(stored: Mapping[str, Any], path: str) -> dict[str, Any]:

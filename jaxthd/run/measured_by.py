@@ -28,7 +28,7 @@ ALWAYS = (
     "model.encoder.chunk_seconds",
     "model.encoder",  # None
     "compute.dtype",
-    "compute.fp8",
+    "compute.fp8*",  # compute.fp8_experts, in lines of older runs
     "train.validation_batches",
     "train.validate_ema",
     "train.max_new_tokens",

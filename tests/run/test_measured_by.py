@@ -57,6 +57,20 @@ def test_what_validation_depends_on_is_noted(
     assert differs.startswith(f"{said} ") if said else not differs
 
 
+@pytest.mark.parametrize("experts", [False, True])
+def test_records_with_removed_settings_are_compared_by_what_replaced_them(
+    experts: bool, tmp_path: Path, config: Config
+):
+    """An older run goes on: what it measured is compared with what is measured now."""
+    now, other = (
+        noted(tmp_path, replace(config, compute=replace(config.compute, fp8=fp8)))
+        for fp8 in (("experts",) * experts, ("experts",) * (not experts))
+    )
+    then = now | {"compute.fp8": [], "compute.fp8_experts": experts}
+    assert not measured_otherwise(then, now)
+    assert measured_otherwise(then, other).startswith("compute.fp8 ")
+
+
 def test_sets_are_compared_by_their_contents(tmp_path: Path, config: Config):
     before = noted(tmp_path, config)
     write(tmp_path / "elsewhere" / "renamed.jsonl", "yes", "no")
