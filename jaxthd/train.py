@@ -158,7 +158,7 @@ def _train(
             return 0
         changed = changed_settings(held.keep(first), first)
         metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
-        non_finite = NonFiniteSteps(outputs, first, config.updates_of_a_step, metrics.say)
+        non_finite = NonFiniteSteps(outputs, first, 1, metrics.say)
         watch_padding = PaddingWatch(config, metrics.say)
         watch_rungs = stack.enter_context(RungWatch(config.data, metrics.say))
         stopping.listen()
