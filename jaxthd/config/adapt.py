@@ -41,10 +41,13 @@ class AdaptConfig:
         for text in self.lr_factors:
             part, _, factor = text.partition("=")
             try:
-                found[part] = found[part] and float(factor)
-            except (KeyError, ValueError) as error:
+                number = float(factor)
+            except ValueError:
+                number = None
+            if part not in found or number is None:
                 raise UserError(
                     f"adapt.lr_factors has {text!r}; expected PART=FACTOR with one of the parts "
                     f"{', '.join(found)}: correct adapt.lr_factors"
-                ) from error
+                )
+            found[part] = number
         return found
