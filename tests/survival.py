@@ -49,7 +49,7 @@ GRPO = (
 )
 """Settings of a run of jaxthd grpo."""
 TIMED = ("time", "tokens_per_second", "_seconds", "compilations", "goodput", "utilisation")
-"""How the names of fields of a metrics line end that depend on the process and its clock."""
+"""Endings of names of metrics that depend on the process and its clock."""
 AUDIO = "audio_seconds"
 
 
@@ -164,7 +164,7 @@ def wait(process: subprocess.Popen[bytes], until: Callable[[], bool], seconds: f
 
 
 def _processor_seconds(process: subprocess.Popen[bytes]) -> float:
-    """Of all its threads, by Linux."""
+    """The seconds of all its threads, as Linux counts them."""
     with contextlib.suppress(OSError):  # it has ended
         fields = Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")

@@ -115,7 +115,7 @@ def test_a_config_file_may_give_one(path: str, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_fields_of_a_run_that_were_elsewhere_are_found(tmp_path: Path):
-    """How a model is computed was once said in model.* and train.*."""
+    """Settings of the computation were once in model.* and train.*."""
     write_config(tmp_path, Config())
     stored = json.loads((tmp_path / "config.json").read_text())
     compute = stored.pop("compute")

@@ -8,8 +8,8 @@ from jaxthd.config.values import DERIVED, Index
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """How much is computed at a time: powers of two that suit the machine. They change the speed and the
-    order of sums, never what is computed. No setting: tests and benchmarks give others."""
+    """Numbers of items that are computed at a time, powers of two that suit the machine. They change the speed
+    and the order of sums, never what is computed. No setting: tests and benchmarks give others."""
 
     attention: int = 128
     """Tokens of an attention block."""
@@ -114,7 +114,7 @@ class ComputeConfig:
 
     @property
     def blocks(self) -> BlockSizes:
-        """How much is computed at a time."""
+        """The block sizes of a run: block_sizes, or those that follow from dtype."""
         return self.block_sizes or (LARGE_BLOCKS if self.dtype == "bfloat16" else SMALL_BLOCKS)
 
     @property

@@ -31,7 +31,7 @@ Index = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 """A part of a whole."""
 Decay = Annotated[float, Range(0, 1, "[)")]
-"""What remains of a mean at each step, or the part of something that is left out."""
+"""A share below 1: of a mean that remains at each step, or of features that are dropped."""
 Positive = Annotated[float, Range(0, ends="(]")]
 """A number that 0 would make useless."""
 DERIVED = "derived"

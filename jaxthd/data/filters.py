@@ -16,7 +16,7 @@ from jaxthd.data.text.tokenizer import Tokenizer
 
 
 class _Measure(NamedTuple):
-    """What is bounded. name: its setting. least, most: the values that are kept."""
+    """A bounded quantity. name: its setting. least, most: the values that are kept."""
 
     name: str
     least: float
@@ -102,7 +102,7 @@ def bounds_of(config: FilterConfig) -> dict[str, Any]:
 
 
 def by_setting(reasons: Sequence[str]) -> str:
-    """How many items each bound has dropped, as text: "seconds: at most 20 (12), seconds: at least 1 (3)".
+    """Counts of items that each bound has dropped, as text: "seconds: at most 20 (12), seconds: at least 1 (3)".
 
     reasons: why items were dropped, from why_dropped.
     """

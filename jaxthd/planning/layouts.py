@@ -114,7 +114,7 @@ def possible_layouts(config: Config) -> list[LayoutKind]:
 
 
 def _errors(config: Config) -> set[Finding]:
-    """What the rules about the mesh refuse, the layout over it among them."""
+    """Errors of the rules about the mesh, those of the layout among them."""
     device = DeviceFacts("cpu", config.mesh.devices, "cpu")
     return {finding for finding in mesh.RULES.findings(config, device) if not finding.is_warning}
 

@@ -148,7 +148,7 @@ def _head_groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 @RULES.rule
 def _blocks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """What only some kinds of blocks have does not matter without them."""
+    """Checks settings that some kinds of blocks read; without such blocks they do not matter."""
     llm = config.model.llm
     low, high = llm.mamba_dt_limit
     if "M" in llm.kinds and not 0 <= low < high:

@@ -59,7 +59,7 @@ class Finding(NamedTuple):
 
 
 Rule = Callable[[Config, DeviceFacts], Iterable[Finding]]
-"""What is wrong, or doubtful, about a configuration whose single values are sound."""
+"""A rule finds faults and doubts of a configuration whose single values are sound."""
 
 
 class Group(list[Rule]):
@@ -71,7 +71,7 @@ class Group(list[Rule]):
         return check
 
     def findings(self, config: Config, device: DeviceFacts) -> Iterator[Finding]:
-        """What they find, rule by rule."""
+        """The findings, rule by rule."""
         for check in self:
             yield from check(config, device)
 

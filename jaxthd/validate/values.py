@@ -24,7 +24,7 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
 
 
 def faulty_values(config: Config) -> list[Finding]:
-    """What is wrong with single settings."""
+    """The faults of single settings."""
     return [finding for path, hint, value in _leaves(config) for finding in _check(path, hint, value)]
 
 

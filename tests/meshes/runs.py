@@ -95,7 +95,7 @@ CHOSEN = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(
 experts over data and context with a ring; more context ranks. In the last one each of 4 context ranks has a
 value head of Qwen3-Next of its own."""
 REACHING = (CHOSEN[1], CHOSEN[0], (MeshConfig(1, 8, 1, 1), 0))
-"""Those of GPT-OSS: more context ranks than a window reaches."""
+"""Blocks of GPT-OSS: more context ranks than a window reaches."""
 
 
 def of_family(name: str, dtype: Dtype = "float32") -> list[Config]:

@@ -1,4 +1,4 @@
-"""What the modules share that make references with torch and transformers; jaxthd is not needed."""
+"""Shared parts of the modules that make references with torch and transformers; jaxthd is not needed."""
 
 import argparse
 import tempfile
