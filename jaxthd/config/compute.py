@@ -8,8 +8,8 @@ from jaxthd.config.values import DERIVED, Index
 
 @dataclass(frozen=True)
 class BlockSizes:
-    """Numbers of items that are computed at a time, powers of two that suit the machine. They change the speed
-    and the order of sums, never what is computed. No setting: tests and benchmarks give others."""
+    """Numbers of items that are computed at a time, powers of two that suit the machine. They change the
+    speed and the order of sums, never what is computed. No setting: tests and benchmarks give others."""
 
     attention: int = 128
     """Tokens of an attention block."""

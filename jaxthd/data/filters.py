@@ -102,7 +102,9 @@ def bounds_of(config: FilterConfig) -> dict[str, Any]:
 
 
 def by_setting(reasons: Sequence[str]) -> str:
-    """Counts of items that each bound has dropped, as text: "seconds: at most 20 (12), seconds: at least 1 (3)".
+    """Counts of items that each bound has dropped, as text.
+
+    Example: "seconds: at most 20 (12), seconds: at least 1 (3)".
 
     reasons: why items were dropped, from why_dropped.
     """
