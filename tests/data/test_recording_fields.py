@@ -212,6 +212,7 @@ def test_a_field_that_is_not_read_costs_the_line_only_where_no_recording_is_read
         {"path": "books/a.txt", "file": "main.py", "recording": "the third of May", "speech": "formal"},
         {"domain": "example.net.au", "site": "https://example.net.au", "title": "Rome. The wav"},
         {"note": "first line\nsong.mp3", "voice": "alloy", "speaker": {"name": "x", "age": 3}},
+        {"voice": "gmw/en-US+f2"},
     ],
 )  # fmt: skip
 def test_fields_that_name_no_recording_are_no_matter(tmp_path: Path, beside: dict[str, Any]):

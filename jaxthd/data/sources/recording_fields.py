@@ -38,7 +38,8 @@ _VAGUE = re.compile(
     rf"(?:(?:speech|recording|clip|voice|sound|utterance|utt|media){_FILE}+s?|recordings?|clips?|sounds?"
     r"|(?:file|rel|abs)?path|file(?:name|path|url)?)\d*$"
 )
-_PLAIN = re.compile(r"(?:speech|voice|utterance|media)\d*$")
+# Not voice: it names a speaker, often with a slash (espeak's gmw/en-US+f2 in our own synthetic manifests).
+_PLAIN = re.compile(r"(?:speech|utterance|media)\d*$")
 _ID = re.compile(r"(?:audio|wav|recording|clip|sound)s?(?:id|key|uid|ref)s?$")
 _STARTS = re.compile(
     r"(?:(?:audio|clip|segment|seg|utt|speech)?(?:start|begin|onset)|offset)(?:time|sec|seconds|s|ms|offset)?$"
