@@ -28,9 +28,9 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.config_file import load_config
 from jaxthd.inference.generator import Generator
-from jaxthd.inference.rollouts import Rollouts
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.rl.rollouts import Rollouts
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, init_state

@@ -76,7 +76,7 @@ LONGEST = (
     "models/test_mtp.py",
     "models/test_fastconformer.py",
     "inference/test_generation.py",
-    "inference/test_rollouts.py",
+    "rl/test_rollouts.py",
     "steps/test_step.py",
     "steps/test_bridge.py",
     "test_score.py",
@@ -98,7 +98,7 @@ LONGEST = (
     "test_describe.py",
     "test_preferences.py",
     "scripts/test_bench_attention.py",
-    "rewards/test_rewarder.py",
+    "rl/rewards/test_rewarder.py",
     "data/test_loader.py",
     "test_generate.py",
 )

@@ -14,14 +14,14 @@ from jaxthd.config import Config, DataConfig, TrainConfig
 
 PLACES = (
     "jaxthd.steps.ladder.make_train_step",
-    "jaxthd.grpo.AccumulatedStep",
-    "jaxthd.grpo.UpdateMaker",
+    "jaxthd.rl.answers.AccumulatedStep",
+    "jaxthd.rl.answers.UpdateMaker",
     "jaxthd.inference.evaluator.make_validation_step",
-    "jaxthd.inference.rollouts.make_rollout_steps",
-    "jaxthd.posttraining.cached_reference.make_log_probs",
+    "jaxthd.rl.rollouts.make_rollout_steps",
+    "jaxthd.training.cached_reference.make_log_probs",
 )
 """What makes the programs of a run, by (blueprint, mesh, options)."""
-BLUEPRINTS = ("jaxthd.train.Blueprint", "jaxthd.grpo.Blueprint")
+BLUEPRINTS = ("jaxthd.training.loop.Blueprint",)
 
 
 @contextmanager

@@ -30,18 +30,18 @@ from jaxthd.config import (
 )
 from jaxthd.data.dataset import SpeechData
 from jaxthd.errors import UserError
+from jaxthd.files.jsonl import read_lines
 from jaxthd.objectives.objective import REFERENCE
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.posttraining.cached_reference import CachedReference, documents_of
-from jaxthd.posttraining.score_files import ScoreFiles
 from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
+from jaxthd.training.cached_reference import CachedReference, documents_of
 from tests.parallel.test_distributed import two, until
 from tests.shared_programs import shared_programs
 
@@ -157,30 +157,50 @@ def test_a_run_learns_what_it_learns_from_a_reference_that_it_holds(
 def test_a_run_that_was_killed_continues_from_the_files(config: Config, whole: Path, tmp_path: Path):
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
-    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("reference/*/*")}
+    file = tmp_path / "reference.jsonl"
+    before = file.read_text()
     lines = trained(config, tmp_path)
     assert lines == [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
-    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("reference/*/*")}
-    assert before
+    assert before == file.read_text()
     shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
-    (tmp_path / "reference.json").unlink()
-    with pytest.raises(UserError, match=r"reference\.json"):
+    file.unlink()
+    with pytest.raises(UserError, match=r"reference\.jsonl is missing"):
         trained(config, tmp_path)
 
 
+def test_a_run_of_an_earlier_jaxthd_keeps_its_numbers(config: Config, whole: Path, tmp_path: Path):
+    """They were in a folder of npz files."""
+    shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
+    shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
+    file = tmp_path / "reference.jsonl"
+    first, *lines = read_lines(file)
+    file.unlink()
+    (tmp_path / "reference.json").write_text(json.dumps(first) + "\n")
+    folder = tmp_path / "reference" / first["weights"]
+    folder.mkdir(parents=True)
+    documents = [line for line in lines if "document" in line]
+    digests = np.array([list(bytes.fromhex(line["document"])) for line in documents], np.uint8)
+    scores = [line["log_probs"] for line in documents]
+    np.savez(folder / "0.npz", digests=digests, lengths=[*map(len, scores)], log_probs=np.concatenate(scores))
+    (folder / "damaged.npz").write_bytes((folder / "0.npz").read_bytes()[:-50])
+    (folder / f"{next(x['data'] for x in lines if 'data' in x)}.done").touch()
+    expected = [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
+    assert trained(config, tmp_path) == expected
+    assert sorted(map(str, read_lines(file))) == sorted(map(str, [first, *lines]))
+
+
 @pytest.mark.exhaustive
-def test_numbers_are_those_of_the_reference_on_any_mesh_and_never_old_ones(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-):
-    """A changed recording, other weights and a damaged file are scored anew, by the first weights."""
+def test_numbers_are_those_of_the_reference_on_any_mesh_and_never_old_ones(tmp_path: Path):
+    """A changed recording, other weights and lost lines are scored anew, by the first weights."""
     data = replace(CONFIG.data, manifest=(str(write_pairs(tmp_path, audio=True)),))
     config = replace(CONFIG, data=data)
     with jax.enable_x64(True):
-        first = Served(config, tmp_path)
+        first, file = Served(config, tmp_path), tmp_path / "reference.jsonl"
         assert first.documents == 10
+        before = file.read_text()
         other = Served(replace(config, mesh=MeshConfig(1, 2, 2, 1)), tmp_path)
         assert other.documents == 10
-        assert len(list(tmp_path.glob("reference/*"))) == 1, "the mesh is no part of the digest"
+        assert file.read_text() == before, "the mesh is no part of the digest"
 
         later = first.state._replace(
             step=first.state.step + 1, params=jax.tree.map(lambda x: 0.9 * x, first.state.params)
@@ -189,17 +209,14 @@ def test_numbers_are_those_of_the_reference_on_any_mesh_and_never_old_ones(
         changed = Served(config, tmp_path, later, first.state)
         assert changed.documents == 11
 
-        file = max(tmp_path.glob("reference/*/*.npz"), key=lambda path: path.stat().st_size)
-        file.write_bytes(file.read_bytes()[:-500])
-        again = Served(config, tmp_path, later, first.state)
-        assert again.documents == 10
-        assert "cannot be read" in capsys.readouterr().err
+        whole = file.read_text()
+        file.write_text(whole[:-500])
+        assert Served(config, tmp_path, later, first.state).documents == 11
 
         moved = replace(config, train=replace(config.train, seed=1))
-        (tmp_path / "reference.json").rename(tmp_path / "kept.json")
         assert Served(moved, tmp_path).documents == 10
-        assert len(list(tmp_path.glob("reference/*"))) == 2
-        (tmp_path / "kept.json").rename(tmp_path / "reference.json")
+        assert read_lines(file)[0] != json.loads(whole.splitlines()[0])
+        file.write_text(whole)
         soundfile.write(tmp_path / "3.wav", np.sin(2 * np.arange(8000)), 16000)
         with pytest.raises(UserError, match="other weights"):
             Served(moved, tmp_path, later, first.state)
@@ -234,7 +251,7 @@ class Served:
                 found = cached(batch).extras[REFERENCE]
                 assert np.abs(found).max() > 1
                 np.testing.assert_allclose(found, expected, rtol=0, atol=1e-10)
-        self.documents = len(cached.files)
+        self.documents = len(cached.scores)
 
 
 def of_processes(manifest: Path) -> Config:
@@ -260,10 +277,9 @@ def test_two_processes_score_a_share_each_and_learn_what_one_does(tmp_path: Path
     with two(manifest, workdirs[1]) as processes:
         output = "".join(until(processes, "(?!)"))
         assert processes.wait() == 0, output
-    files = [ScoreFiles(next((workdir / "reference").iterdir())) for workdir in workdirs]
-    assert files[0].folder.name == files[1].folder.name, "the digest of the same weights"
-    assert len(list(files[1].folder.glob("*.npz"))) == 2, "each process has written its documents"
-    scores = [each.scores for each in files]
+    (first, *one), (other, *both) = (read_lines(workdir / "reference.jsonl") for workdir in workdirs)
+    assert first == other, "the digest of the same weights"
+    scores = [{x["document"]: x["log_probs"] for x in lines if "document" in x} for lines in (one, both)]
     assert scores[0].keys() == scores[1].keys()
     assert len(scores[0]) == 10
     for digest, found in scores[1].items():

@@ -26,7 +26,7 @@ from jaxthd.config import (
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
-from jaxthd.posttraining.updates import Agreement, require_agreement
+from jaxthd.rl.updates import Agreement, require_agreement
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
 from tests.shared_programs import shared_programs

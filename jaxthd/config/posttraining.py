@@ -17,8 +17,8 @@ class PostTrainingConfig:
     reference: Literal["auto", "copy", "cached"] = "auto"
     """Where the reference policy is: "copy": a copy of the first weights in the compute dtype, of what
     trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
-    scores all training documents before the first step, and WORKDIR/reference keeps the
-    log-probabilities."""
+    scores all training documents before the first step, and WORKDIR/reference.jsonl keeps
+    the log-probabilities."""
     reference_every: Index = 0
     """Steps after which the policy becomes the reference; 0: never."""
 

@@ -28,9 +28,15 @@ class Validation:
         batch of preferences.
     """
 
-    with_reference: Callable[[Batch], Batch] = staticmethod(lambda batch: batch)
-
-    def __init__(self, blueprint: Blueprint, mesh: Mesh, data: SpeechData, outputs: OutputFolder) -> None:
+    def __init__(
+        self,
+        blueprint: Blueprint,
+        mesh: Mesh,
+        data: SpeechData,
+        outputs: OutputFolder,
+        with_reference: Callable[[Batch], Batch] = lambda batch: batch,
+    ) -> None:
+        self._with_reference = with_reference
         self._config, self._data, self._outputs = blueprint.config, data, outputs
         self._rows = local_rows(mesh, blueprint.config.data.rows)
         self._evaluate = Evaluator(blueprint, mesh, data.stop_ids)
@@ -70,7 +76,7 @@ class Validation:
             return {}
         with closing(batches):
             some = islice(batches, self._config.train.validation_batches)
-            return self._compare(state, ((self.with_reference(batch), report) for batch, report in some))
+            return self._compare(state, ((self._with_reference(batch), report) for batch, report in some))
 
 
 def validation_metrics(

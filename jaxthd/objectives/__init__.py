@@ -1,4 +1,4 @@
-"""What a run trains for: the contract of an objective, the objectives, and their registry."""
+"""Objectives, which a run trains for: the contract of an objective, the objectives, and their registry."""
 
 from jaxthd.objectives.dpo import DPO
 from jaxthd.objectives.grpo import GRPO

@@ -1,4 +1,4 @@
-"""What objectives that compare answers to one prompt are trained on."""
+"""Questions about the data of objectives that compare answers to one prompt."""
 
 from jaxthd.objectives.dpo import DPO, PREFERENCE
 from jaxthd.objectives.grpo import ADVANTAGE

@@ -101,7 +101,7 @@ class DPO(Objective):
         return _Answer(log_probs_RD, rewards_RD, count_RD)
 
     def _pairs(self, tokens: Tokens) -> tuple[Bool[Array, "R D"], Float[Array, "R D"]]:
-        """Which documents are pairs, and the number of their chosen answers' tokens."""
+        """Whether each document is a pair, and the number of its chosen answer's tokens."""
         supervised_RT, preference_RT = tokens.weights > 0, tokens.extras[PREFERENCE]
         chosen_RD, rejected_RD = (
             tokens.document_sums((supervised_RT & (sign * preference_RT > 0)).astype(tokens.weights.dtype))

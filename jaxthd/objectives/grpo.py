@@ -220,7 +220,7 @@ class GRPO(Objective):
         return jnp.where(tokens.weights > 0, difference_RT, 0)
 
     def _token_weights(self, tokens: Tokens, dtype: Any) -> Float[Array, "R T"]:
-        """What a token's loss counts in the sum."""
+        """The weight of each token's loss in the sum."""
         weights_RT = tokens.weights.astype(dtype)
         if self.mean != "answers":
             return weights_RT

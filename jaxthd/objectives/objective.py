@@ -1,4 +1,4 @@
-"""What an objective is: named sums over named counts, from the log-probabilities of a packed buffer.
+"""The contract of objectives: named sums over named counts, from the log-probabilities of a packed buffer.
 
 An objective is a frozen dataclass whose fields are its settings (train.objective_options). The step divides
 every sum by the count of the same name over the whole batch, so the result depends neither on the mesh nor on
@@ -40,7 +40,7 @@ OLD = "old"
 
 @dataclass(frozen=True)
 class Tokens:
-    """What an objective may know of the tokens besides their log-probabilities: this rank's part of a batch.
+    """Facts of the tokens besides their log-probabilities, for objectives: this rank's part of a batch.
 
     weights: 1.0 where a position's target is supervised, else 0.0.
     segment_ids, document_ids: 0 in padding, else the number in the row of the position's segment and of its
@@ -94,7 +94,7 @@ class Tokens:
         return self._values(x_RT, self.document_ids)
 
     def supervised_answers(self) -> Bool[Array, "R D"]:
-        """Which segments have a supervised position. The same on all context ranks."""
+        """Whether each segment has a supervised position. The same on all context ranks."""
         return self.answer_sums(self.weights) > 0
 
     def supervised_documents(self) -> Bool[Array, "R D"]:
@@ -142,7 +142,7 @@ class Objective(ABC):
 
     @property
     def scored(self) -> tuple[str, ...]:
-        """Which log-probabilities the step computes and adds to the extras before: REFERENCE, OLD."""
+        """Names of the log-probabilities that the step computes and adds to the extras: REFERENCE, OLD."""
         return ()
 
     @abstractmethod

@@ -6,14 +6,14 @@ from typing import Any, NamedTuple
 from jaxthd.config import Config
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
-from jaxthd.inference.rollouts import Rollouts
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.planning.compiled_step import Measured, abstract_inputs, compilable, in_float32, runs_by_schedule
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
+from jaxthd.rl.resharding import used_shapes
+from jaxthd.rl.rollouts import Rollouts
 from jaxthd.steps.accumulation import AccumulatedStep
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference import has_reference
-from jaxthd.steps.resharding import used_shapes
 from jaxthd.steps.scoring import shared_scoring_step
 from jaxthd.steps.state import TrainState
 

@@ -1,8 +1,5 @@
-"""Rewards for answers that a model drew: built-in functions, and users' own in processes of their own.
+"""The names that users' reward functions import, under their first address; they are at jaxthd.rl.rewards."""
 
-Nothing here imports jax, since worker processes use it.
-"""
-
-from jaxthd.rewards.group import Group as Group
-from jaxthd.rewards.group import Rewarded as Rewarded
-from jaxthd.rewards.group import RewardFailure as RewardFailure
+from jaxthd.rl.rewards import Group as Group
+from jaxthd.rl.rewards import Rewarded as Rewarded
+from jaxthd.rl.rewards import RewardFailure as RewardFailure

@@ -1,4 +1,4 @@
-"""What a new run needs to be done before it starts, such as the training of the model that it starts from."""
+"""Commands that a new run needs before it starts, such as the training of the model that it starts from."""
 
 import os
 import shlex

@@ -34,7 +34,7 @@ _SETTINGS = (
 
 
 def evaluated_settings(config: Config, weights: Sequence[str | Path]) -> dict[str, Any]:
-    """What results depend on, as JSON. The mesh, the kernels and the optimization are no part of it."""
+    """The settings that results depend on, as JSON: not the mesh, the kernels and the optimization."""
     data, train = config.data, config.train
     return {
         "weights": [os.path.abspath(source) for source in weights],
@@ -74,7 +74,7 @@ def evaluation_folder(beside: Path, sets: Sequence[str], evaluated: Mapping[str,
 
 
 def holds(folder: Path) -> dict[str, Any] | None:
-    """What the results in the folder depend on; None where it holds none."""
+    """The settings that the results in the folder depend on; None where it holds none."""
     try:
         return json.loads((folder / SUMMARY).read_text()).get("evaluated", {})
     except FileNotFoundError:

@@ -25,7 +25,7 @@ FILE = "goodput.json"
 RUN_AGAIN = ("stepping", "drawing", "data_wait", "reward_wait", "validating")
 """Causes of time that was for nothing where its steps run again."""
 _COMPILING = "/jax/core/compile/"
-"""How the events begin with which jax reports the time of tracing, lowering and compiling."""
+"""Prefix of the events with which jax reports the time of tracing, lowering and compiling."""
 
 
 class TimeAccount(AbstractContextManager["TimeAccount"]):

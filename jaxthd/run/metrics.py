@@ -15,7 +15,7 @@ VALIDATION = "validation_"
 
 
 class StepFacts(NamedTuple):
-    """What is known when a step is done.
+    """The known facts of a step that is done.
 
     results: StepMetrics (jaxthd.steps.training) of Python numbers. report: what its batch held.
     seconds: wall time of the step.
@@ -39,7 +39,7 @@ class StepFacts(NamedTuple):
 
 
 class ValidationFacts(NamedTuple):
-    """What a validation set gave.
+    """The sums over a validation set.
 
     nll: negative log-likelihood in nats, summed over `tokens` supervised tokens, of which `correct` were the
     likeliest. documents: their number. hypotheses: see jaxthd.inference.evaluator.Hypothesis.
@@ -285,7 +285,7 @@ STEP_METRICS: list[Metric] = [
         odd="Uneven: the step waits for data. Raise data.workers (scripts/bench_loader.py).",
     ),
 ]
-"""Of every training step."""
+"""Metrics of every training step."""
 
 _CAUSES = {
     "stepping": ("the steps themselves; of jaxthd grpo scores and updates", ""),
@@ -318,7 +318,7 @@ _CAUSES = {
     "other": ("starting: devices, data sets, weights; and all the rest", ""),
 }
 CAUSES = tuple(_CAUSES)
-"""What a run's time goes to (jaxthd.run.goodput)."""
+"""Names of the causes that a run's time goes to (jaxthd.run.goodput)."""
 OF_DRAWING = ("drawing", "reward_wait")
 """Causes that only runs have which draw answers."""
 
@@ -342,11 +342,11 @@ TIME_METRICS: list[Metric] = [
         for cause, (meaning, odd) in _CAUSES.items()
     ),
 ]
-"""Of every line: seconds since the run began, over all its commands, by cause; not while none of them ran."""
+"""Metrics of every line: seconds since the run began, over all its commands, by cause; not those between."""
 
 
 class PreferenceFacts(NamedTuple):
-    """What the preferences of a validation set gave. loss: of the objective, the mean over pairs or answers.
+    """Means over the preferences of a validation set. loss: of the objective, over pairs or answers.
     accuracy, margin: means over pairs; None without any. documents: their number.
     """
 
@@ -387,7 +387,7 @@ PREFERENCE_METRICS: list[Metric] = [
         "{:,.0f}",
     ),
 ]
-"""Of the preferences of a validation set, in a run that compares answers (DPO, KTO)."""
+"""Metrics of the preferences of a validation set, in a run that compares answers (DPO, KTO)."""
 
 VALIDATION_METRICS: list[Metric] = [
     Metric(
@@ -427,7 +427,7 @@ VALIDATION_METRICS: list[Metric] = [
         "raise train.max_new_tokens.",
     ),
 ]
-"""Of every validation set, and of all of them: means over the sets, for documents the sum."""
+"""Metrics of every validation set, and of all of them: means over the sets, for documents the sum."""
 
 
 def measured(metrics: Iterable[Metric], facts: Any) -> dict[str, Number]:
@@ -442,7 +442,7 @@ def metrics_line(facts: StepFacts) -> dict[str, Any]:
 
 
 def time_line(seconds: Mapping[str, float]) -> dict[str, Any]:
-    """What a line says about the run's time. seconds: of each of CAUSES."""
+    """The fields of a line about the run's time. seconds: of each of CAUSES."""
     return measured(TIME_METRICS, seconds)
 
 

@@ -23,22 +23,10 @@ from jaxthd.run.trackers.tracker import TrackedRun
 FILE = "metrics.jsonl"
 
 
-class NoMetrics(AbstractContextManager["NoMetrics"]):
-    """The interface of Metrics, doing nothing: for the processes other than process 0."""
-
-    def step(self, line: Mapping[str, Any]) -> None:
-        """Adds a line (metrics_line, with validation results if there are any)."""
-
-    def say(self, text: str) -> None:
-        """Prints a line of its own, which leaves the live progress line whole."""
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-
-class Metrics(NoMetrics):
+class Metrics(AbstractContextManager["Metrics"]):
     """Keeps the metrics of the run in `workdir`, and shows its progress. A context manager.
 
+    Of several processes process 0 does so; in the others nothing happens.
     last_step: of the restored checkpoint. Later lines are of a run that was cut off, and are removed; where
     it is 0, all are.
     steps: the run's last step. trackers: names in TRACKERS (jaxthd.run.trackers.registry) of what shows the
@@ -55,10 +43,13 @@ class Metrics(NoMetrics):
         trackers: Sequence[str] = ("tensorboard",),
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
-        self._path = workdir / FILE
+        self._path, self._writes = workdir / FILE, is_first()
+        self._progress = Progress(steps)
+        self._trackers: list[BackgroundTracker] = []
+        if not self._writes:
+            return
         is_new = not self._path.exists()
         kept = keep_lines(self._path, lambda line: last_step > 0 and line["step"] <= last_step)
-        self._progress = Progress(steps)
         run = TrackedRun(workdir, settings, [_null_is_nan(line) for line in kept], is_new)
         self._trackers = [
             BackgroundTracker(name, TRACKERS[name], run, self.say, LEAVE_BEHIND.get(name, lambda: None))
@@ -70,6 +61,8 @@ class Metrics(NoMetrics):
 
         The line of step 0 may hold validation results alone: those of the model before training.
         """
+        if not self._writes:
+            return
         timed = {**line, "time": round(time.time(), 3)}
         append_line(self._path, timed)
         for tracker in self._trackers:
@@ -77,7 +70,9 @@ class Metrics(NoMetrics):
         self._progress.step(timed)
 
     def say(self, text: str) -> None:
-        self._progress.say(text)
+        """Prints a line of its own, which leaves the live progress line whole."""
+        if self._writes:
+            self._progress.say(text)
 
     def __exit__(self, *error: object) -> None:
         self._progress.close()
@@ -85,14 +80,9 @@ class Metrics(NoMetrics):
             tracker.close(failed=error[0] is not None)
 
 
-def open_metrics(workdir: Path, last_step: int, config: Config, account: TimeAccount) -> NoMetrics:
-    """Metrics in process 0, NoMetrics in the others. The account goes on from the lines that there are.
-
-    Other arguments: see Metrics.
-    """
+def open_metrics(workdir: Path, last_step: int, config: Config, account: TimeAccount) -> Metrics:
+    """The Metrics of a run, whose account goes on from the lines that there are."""
     account.continued(workdir / FILE, last_step)
-    if not is_first():
-        return NoMetrics()
     train, settings = config.train, flat(asdict(config))
     return Metrics(workdir, last_step, train.steps, trackers=train.trackers, settings=settings)
 

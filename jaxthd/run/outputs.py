@@ -41,10 +41,12 @@ class OutputFolder:
                 pass
 
     def append_line(self, name: str, line: Line) -> None:
+        """Appends one line to a JSONL file, and hands it to the operating system."""
         if self._writes:
             append_line(self / name, line)
 
     def append_lines(self, name: str, lines: Iterable[Line]) -> None:
+        """Appends lines to a JSONL file together, so that a kill does not lose them; none for no lines."""
         if self._writes:
             append_lines(self / name, lines)
 

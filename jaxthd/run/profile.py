@@ -52,6 +52,7 @@ class _Trace:
         self.is_open = self.was_started = False
 
     def start(self, what: str) -> None:
+        """Begins the trace. what: the steps, for messages."""
         self.was_started, self._what = True, what
         try:
             jax.profiler.start_trace(self._folder)
@@ -60,6 +61,7 @@ class _Trace:
             self._failed(error)
 
     def stop(self) -> None:
+        """Ends the trace, if it is open, and says where it is."""
         if not self.is_open:
             return
         self.is_open = False

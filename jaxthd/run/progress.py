@@ -53,6 +53,7 @@ class Progress:
         self._bar: tqdm | None = None  # the live line
 
     def step(self, line: Mapping[str, Any]) -> None:
+        """Shows a metrics line, and the table of its validation results."""
         step, results = line["step"], {k: v for k, v in line.items() if k.startswith(VALIDATION)}
         if "loss" in line:
             self._show(step, self._parts(line), now=bool(results))
@@ -67,12 +68,13 @@ class Progress:
             tqdm.write(text)
 
     def close(self) -> None:
+        """Ends the live line."""
         if self._bar is not None:
             self._bar.close()
             self._bar = None
 
     def _parts(self, line: Mapping[str, Any]) -> list[str]:
-        """What the line says, the most important first."""
+        """The parts of the line, the most important first."""
         step, now = line["step"], time.monotonic()
         self._rates.append(line["tokens_per_second"])
         # The first step, which compiles, counts only as long as there is no other.

@@ -5,13 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.config import Config
+from jaxthd.run.continuing import command_of
 from jaxthd.run.progress import summary
 from jaxthd.terminal.tables import clipped, printable
 
 SAMPLES = 3
 """Answers of each kind that are shown."""
 PICTURES = {
-    "curves.png": "loss, word error rate and speed over the steps",
+    "curves.png": "what it learned, and its speed, over the steps",
 }
 
 
@@ -41,7 +42,7 @@ def end_report(
         "\nNext",
         f"  jaxthd evaluate {workdir}",
         f"  jaxthd generate {workdir}" + " --audio FILE" * (config.model.encoder is not None),
-        f"  jaxthd train {workdir}" + f" --train.steps {2 * config.train.steps}" * is_done,
+        f"  jaxthd {command_of(config)} {workdir}" + f" --train.steps {2 * config.train.steps}" * is_done,
         f"  jaxthd convert export {workdir} --out FOLDER",
     ]
     return "\n".join(parts)

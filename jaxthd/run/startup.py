@@ -1,4 +1,4 @@
-"""What happens before a command computes anything: processes, devices, the config, the kernels."""
+"""The start of a command, before it computes anything: processes, devices, the config, the kernels."""
 
 import os
 import sys

@@ -14,7 +14,6 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
@@ -31,7 +30,9 @@ from jaxthd.files.run_folder import (
     write_config,
 )
 from jaxthd.parallel.processes import is_first
+from jaxthd.run.continuing import command_of
 from jaxthd.run.effects import require_effect
+from jaxthd.run.measured_by import is_any
 
 FREE = (
     "mesh.*",
@@ -181,14 +182,13 @@ def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Diff
     if _has_checkpoint(workdir):
         _require_as_begun(workdir, [x for x in found if x.name in STARTING], asked)
         found = [x for x in found if x.name not in STARTING]
-    unasked = [x for x in found if _is_any(x.name, OPTIMIZATION) and x.name not in asked]
-    held = [x for x in found if not _is_free(x.name) and not _is_any(x.name, OPTIMIZATION)]
+    unasked = [x for x in found if is_any(x.name, OPTIMIZATION) and x.name not in asked]
+    held = [x for x in found if not _is_free(x.name) and not is_any(x.name, OPTIMIZATION)]
     if held or unasked:
         both = [*held, *unasked]
         lines = "".join(f"\n  {x.name}: {x.there} in the run, {x.here} now" for x in both)
         how = []
-        # A run is continued by the command that makes it.
-        command = "grpo" if config.train.objective == "grpo" else "train"
+        command = command_of(config)
         if unasked:
             flags = " ".join(f"--{x.name.replace('_', '-')} {_word(x.here)}" for x in unasked)
             how.append(f"to go on with another optimization, say so: jaxthd {command} {workdir} {flags}")
@@ -269,8 +269,4 @@ def _word(value: str) -> str:
 
 
 def _is_free(name: str) -> bool:
-    return name not in HELD and _is_any(name, (*FREE, *STARTING))
-
-
-def _is_any(name: str, patterns: Collection[str]) -> bool:
-    return any(fnmatch(name, pattern) for pattern in patterns)
+    return name not in HELD and is_any(name, (*FREE, *STARTING))

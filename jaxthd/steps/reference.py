@@ -3,7 +3,7 @@
 A post-training objective compares the policy with a reference. What the policy does not train, both share. Of
 what it trains the state holds a copy (TrainState.reference), sharded as the policy is; see reference_of.
 LoRA's matrices need none: the reference is the model without them, as long as it is never refreshed. And none
-is needed where the reference has scored all documents before (jaxthd/posttraining/cached_reference.py).
+is needed where the reference has scored all documents before (jaxthd/training/cached_reference.py).
 """
 
 from typing import Any

@@ -14,8 +14,8 @@ from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.errors import UserError
-from jaxthd.rewards.values import equals
-from tests.rewards.groups import group
+from jaxthd.rl.rewards.values import equals
+from tests.rl.rewards.groups import group
 
 
 @pytest.fixture(scope="module")

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 
 from jaxthd.config.listing import Setting, all_groups
-from jaxthd.posttraining.held_out import HELD_OUT_METRICS
-from jaxthd.posttraining.metrics import GRPO_METRICS
+from jaxthd.rl.held_out import HELD_OUT_METRICS
+from jaxthd.rl.metrics import GRPO_METRICS
 from jaxthd.run.metrics import (
     PREFERENCE_METRICS,
     STEP_METRICS,

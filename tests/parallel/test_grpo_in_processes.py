@@ -22,11 +22,10 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
-from jaxthd.posttraining import shared_rewards
-from jaxthd.posttraining.shared_rewards import SharedRewards
-from jaxthd.rewards.group import Group, Rewarded
-from jaxthd.rewards.registry import RewardSetting
-from jaxthd.rewards.rewarder import Rewarder
+from jaxthd.rl.rewards import rewarder as rewarders
+from jaxthd.rl.rewards.group import Group, Rewarded
+from jaxthd.rl.rewards.registry import RewardSetting
+from jaxthd.rl.rewards.rewarder import Rewarder
 from jaxthd.run.metrics_file import read_metrics
 from tests.parallel.test_distributed import CLOCK, end, two
 from tests.test_grpo import config_of, write_prompts
@@ -115,8 +114,8 @@ def in_two(monkeypatch: pytest.MonkeyPatch, run: Callable[[int], Any]) -> list[A
             raise
 
     two = SimpleNamespace(process_count=lambda: 2, process_index=lambda: own.number)
-    monkeypatch.setattr(shared_rewards, "jax", two)
-    monkeypatch.setattr(shared_rewards, "exchange", exchange)
+    monkeypatch.setattr(rewarders, "jax", two)
+    monkeypatch.setattr(rewarders, "exchange", exchange)
     monkeypatch.setattr(prompts, "exchange", exchange)
     with ThreadPoolExecutor(2) as threads:
         return [each.result() for each in [threads.submit(process, number) for number in range(2)]]
@@ -139,20 +138,17 @@ def test_each_process_rewards_a_share_and_all_have_the_same(
         Rewarder([setting], folders=[str(tmp_path)], max_failed_share=0.01) as first,
         Rewarder([setting], folders=[str(tmp_path)], max_failed_share=0.01) as second,
     ):
-        expected = [first.submit(group(number)).result() for number in range(6)]
+        for number in range(6):
+            first.submit(number, group(number))
+        expected = first.collect(are_counted=False)
         asked: list[list[str]] = [[], []]
 
         def run(process: int) -> list[Rewarded]:
             rewarder = (first, second)[process]
-            monkeypatch.setattr(
-                rewarder,
-                "submit",
-                lambda given, plain=rewarder.submit: asked[process].append(given.key) or plain(given),
-            )
-            shared = SharedRewards(rewarder)
             for number in (2, 0, 1, 5, 4, 3):  # as groups end
-                shared.submit(number, group(number))
-            return shared.collect(are_counted=False)
+                if rewarder.submit(number, group(number)):
+                    asked[process].append(f"{number}")
+            return rewarder.collect(are_counted=False)
 
         assert in_two(monkeypatch, run) == [expected, expected]
         assert asked == [["2", "0", "4"], ["1", "5", "3"]]
@@ -160,11 +156,11 @@ def test_each_process_rewards_a_share_and_all_have_the_same(
 
         def fails(process: int) -> str:
             """The second group to fail is too much for both, whoever has computed it."""
-            shared = SharedRewards((first, second)[process])
+            rewarder = (first, second)[process]
             for number in (3, 8):
-                shared.submit(number, group(number))
+                rewarder.submit(number, group(number))
             with pytest.raises(UserError, match="max_failed_rewards") as raised:
-                shared.collect()
+                rewarder.collect()
             return str(raised.value)
 
         assert len(set(in_two(monkeypatch, fails))) == 1

@@ -115,7 +115,7 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
         "    seven",
         "",
     ]
-    assert f"  {tmp_path / 'curves.png'}: loss, word error rate and speed over the steps" in shown
+    assert f"  {tmp_path / 'curves.png'}: what it learned, and its speed, over the steps" in shown
     assert shown[-4:] == [
         f"  jaxthd evaluate {tmp_path}",
         f"  jaxthd generate {tmp_path} --audio FILE",

@@ -1,1 +1,0 @@
-"""What a step of reinforcement learning is made of: groups drawn and rewarded, packed, and compared."""

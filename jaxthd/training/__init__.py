@@ -1,0 +1,1 @@
+"""The loop that every training runs, and its supplier of packed documents."""
