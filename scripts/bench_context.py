@@ -10,7 +10,7 @@ batches. --check exits 1 and lists the claims that fail:
 - a Mamba layer exchanges the same bytes at 8k and 64k tokens, and as many as a formula gives; so does a layer
   of the gated delta rule;
 - under the layout "whole" a layer exchanges nothing for a buffer in which no document is cut (padding, steps
-  skipped and evenness under all three layouts: scripts/bench_layouts.py);
+  skipped and evenness: docs/decisions/context_layouts.md);
 - attention executes the smallest number of blocks that the mask allows;
 - 64 experts cost at most 1.3 times the flops of 8.
 
@@ -18,145 +18,49 @@ Bytes are those the busiest device receives with the usual ring algorithms, in f
 branch, or a loop of unknown length, are refused: the program's text does not tell how often they run.
 """
 
-import argparse
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
-import grain
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
-from jax.sharding import PartitionSpec
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.data.packer import PackDocuments
+from jaxthd.config import LLMConfig
 from jaxthd.data.sources.manifest import read_manifest
-from jaxthd.models.hybrid import Block
-from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.balance import attention_work, imbalance
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import Document, encoder_frames
-from jaxthd.packing.layout import DualChunkSwap
-from jaxthd.packing.pack import pack_row
-from jaxthd.packing.segments import make_segments
-from jaxthd.parallel.mesh import CONTEXT, make_mesh
-from jaxthd.parallel.params import Buffer, Init
-from jaxthd.planning.layouts import delta_bytes, state_bytes
-from jaxthd.planning.program import compiled, received_bytes
-from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.training import loss_and_gradient
-from jaxthd.terminal.tables import Claim, conclude, show
-
-TINY = ModelConfig(
-    encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),
-    llm=LLMConfig(
-        pattern="M*-E",
-        dim=64,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn_dim=128,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
-        expert_dim=32,
-        shared_expert_dim=64,
-    ),
+from jaxthd.packing.document import encoder_frames
+from jaxthd.planning.layouts import state_bytes
+from jaxthd.planning.program import compiled
+from scripts.benchmark import Claim, benchmark, conclude, show
+from tests.context_costs import (
+    COMPUTE,
+    TINY,
+    buffers,
+    executed_blocks,
+    expert_flops,
+    layer_bytes,
+    layout_row,
+    least_blocks,
+    passed_bytes,
+    temporary_memory,
 )
-COMPUTE = ComputeConfig()
+
 NANO = LLMConfig(
     dim=2688, mamba_heads=64, mamba_head_dim=64, mamba_state=128, mamba_groups=8, expert_dim=1856
 )
-
-
-def temporary_memory(
-    context: int, tokens: int, model: ModelConfig = TINY, compute: ComputeConfig = COMPUTE
-) -> int:
-    """Bytes a device needs besides arguments and results, for loss + gradient of one text-only buffer."""
-    config = Config(mesh=MeshConfig(context=context), model=model, compute=compute)
-    mesh = make_mesh(config.mesh)
-    _, *states = nnx.split(Blueprint(config).model, nnx.Param, Buffer)
-    sizes: dict[str, Any] = {
-        "audio_capacity": 0,
-        "num_mels": model.audio_encoder.num_mels,
-        "max_documents": 1,
-    }
-    batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
-    program = compiled(loss_and_gradient(Blueprint(config), mesh), *map(nnx.to_pure_dict, states), batch)
-    return program.memory_analysis().temp_size_in_bytes
 
 
 def growing_part(at: dict[int, int]) -> float:
     """The part of the longer length's bytes that grows with tokens. at: {tokens: bytes} at two lengths."""
     (short, least), (long, most) = sorted(at.items())
     return (most - least) / (long - short) * long
-
-
-def layer_bytes(
-    kind: str,
-    context: int,
-    tokens: int,
-    llm: LLMConfig = TINY.llm,
-    compute: ComputeConfig = COMPUTE,
-    *,
-    recompute: bool = False,
-    width: int = 0,
-    cut: int = 0,
-) -> int:
-    """Bytes the busiest device receives in one block of the decoder, forward and backward.
-
-    Every rank holds all parameters. Backward gives the gradients of input and parameters; summing the latter
-    over the ranks is not included.
-    recompute: the forward pass runs again before the backward one, as in training (compute.remat_llm).
-    width, cut: under the layout "whole", packing.cuts.CutDocuments.width and the cut documents of the buffer.
-    """
-    sizes = MeshConfig(context=context)
-    mesh = make_mesh(sizes)
-    block = nnx.eval_shape(lambda: Block(kind, llm, Init(jax.random.key(0)), compute))
-    graph, *states = nnx.split(block, nnx.Param, Buffer)
-
-    def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, cuts: Any, dy_ND: Any) -> Any:
-        more = {"cuts_RK": cuts} if compute.layout == "whole" else {}
-        segments = make_segments(
-            ids, positions, block=compute.blocks.attention, axis=CONTEXT, layout=compute.layout, **more
-        )
-
-        def forward(p: Any, x_ND: Any) -> Any:
-            return nnx.merge(graph, p, buffers)(x_ND, segments)[0]
-
-        y_ND, pull = jax.vjp(jax.checkpoint(forward) if recompute else forward, params, x_ND)
-        return y_ND, *pull(dy_ND)
-
-    everywhere, row, flat = PartitionSpec(), PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
-    step = jax.shard_map(
-        rank,
-        mesh=mesh,
-        in_specs=(everywhere, everywhere, flat, row, row, everywhere, flat),
-        out_specs=(flat, everywhere, flat),
-        check_vma=False,
-    )
-    x_ND = jax.ShapeDtypeStruct((tokens, llm.dim), jnp.float32)
-    index = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    cuts = jax.ShapeDtypeStruct((1, compute.context_cuts), jnp.int32)
-    program = compiled(step, *states, x_ND, index, index, cuts, x_ND)
-    received = received_bytes(
-        program.as_text(), sizes, lambda name: float(cut), lambda branches: min(width, branches - 1)
-    )
-    return int(sum(received.values(), np.zeros(context)).max())
-
-
-def passed_bytes(kind: str, llm: LLMConfig, context: int) -> float:
-    """What the planner says a rank receives in such a layer, which passes states, for one row in float32."""
-    if kind == "M":
-        return state_bytes(llm, context, 4)
-    model, data = ModelConfig(None, llm), DataConfig(rows=1)
-    return delta_bytes(Config(mesh=MeshConfig(context=context), data=data, model=model))
 
 
 def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: bool) -> float:
@@ -169,38 +73,6 @@ def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: boo
     return 2 * width * activation * (context - 1) / context**2
 
 
-def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
-    """Attention blocks that each rank visits at each ring step, int [context, context]; step 0 is local."""
-    row = PartitionSpec(None, CONTEXT)
-
-    def ranges(ids: Any, positions: Any) -> jax.Array:
-        segments = make_segments(ids, positions, block=block, axis=CONTEXT)
-        steps = segments.keys_by_step
-        return jnp.stack([(x.blocks[:, 1] - x.blocks[:, 0]).sum() for x in steps])[None]
-
-    mesh = make_mesh(MeshConfig(context=context))
-    count = jax.shard_map(
-        ranges, mesh=mesh, in_specs=(row, row), out_specs=PartitionSpec(CONTEXT), check_vma=False
-    )
-    return np.asarray(compiled(count, batch.segment_ids, batch.positions)(batch.segment_ids, batch.positions))
-
-
-def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
-    """Blocks with at least one allowed pair, in executed_blocks' form, found by checking every pair."""
-    ids = batch.segment_ids[0].astype(np.int16).reshape(context, -1)
-    index = DualChunkSwap(context).permutation(ids.size).reshape(context, -1)
-    least = np.zeros((context, context), int)
-    edges = np.arange(0, ids.shape[1], block)
-    for rank in range(context):
-        for step in range(context):
-            source = (rank - step) % context
-            for start in edges:
-                q_ids, q_index = (x[rank, start : start + block, None] for x in (ids, index))
-                allowed = (q_ids == ids[source]) & (q_ids > 0) & (q_index >= index[source])
-                least[rank, step] += np.logical_or.reduceat(allowed.any(0), edges).sum()
-    return least
-
-
 def token_lengths(manifest: str) -> list[int]:
     """Tokens of each document: encoder frames + bytes of text + end; or 1,000 seeded log-normal lengths."""
     if not manifest:
@@ -210,45 +82,16 @@ def token_lengths(manifest: str) -> list[int]:
     return [encoder_frames(round(100 * seconds)) + len(text.encode()) + 1 for text, seconds in timed]
 
 
-def buffers(lengths: Sequence[int], capacity: int, count: int) -> list[list[Document]]:
-    """The first buffers that the loader's packer fills from an endless shuffled stream of such documents.
-
-    Each buffer's documents are in order of arrival.
-    """
-    pack = PackDocuments(capacity=capacity, audio_capacity=8, max_documents=capacity, num_mels=1)
-    fitting = [n for n in lengths if n <= capacity]
-    times = math.ceil((pack.packing_bins + count) * capacity / sum(fitting))
-    stream = np.random.default_rng(0).permutation(np.tile(fitting, times))
-    documents = [
-        Document(str(i), np.zeros(n, np.int32), np.zeros(n, bool), np.ones(n, bool))
-        for i, n in enumerate(stream)
-    ]
-    rows = grain.MapDataset.source(documents).pipe(pack)
-    return [[documents[i] for i in sorted(map(int, row.report.keys))] for row in islice(rows, count)]
-
-
-def work(batch: Batch, context: int) -> np.ndarray:
-    return attention_work(batch.positions[0], batch.segment_ids[0], context)
-
-
-def layout_row(documents: Sequence[Document], capacity: int, context: int, *, ordered: bool) -> Batch:
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": len(documents)}
-    seed = 0 if ordered else None
-    return pack_row(documents, capacity=capacity, context=context, order_seed=seed, **sizes)[0]
-
-
-def expert_flops(experts: int, per_token: int, *, tokens: int, block: int, dim: int, inner: int) -> int:
-    """Forward flops of the experts with random routing: two products per executed block."""
-    chosen = np.random.default_rng(0).random((tokens, experts)).argsort(axis=1)[:, :per_token]
-    layout = expert_layout(jnp.asarray(chosen, jnp.int32), jnp.ones(tokens, bool), experts, block)
-    return int(layout.used) * block * 2 * dim * inner * 2
-
-
 def ragged_dot_flops(experts: int, rows: int, dim: int, inner: int) -> float:
     """The same for jax.lax.ragged_dot on this backend, as the compiler counts them."""
     shapes = ((rows, dim), jnp.float32), ((experts, dim, inner), jnp.float32), ((experts,), jnp.int32)
     program = compiled(jax.lax.ragged_dot, *(jax.ShapeDtypeStruct(*s) for s in shapes))
     return 2 * program.cost_analysis()["flops"]
+
+
+def work(batch: Batch, context: int) -> np.ndarray:
+    """Attention's query-key pairs of each rank."""
+    return attention_work(batch.positions[0], batch.segment_ids[0], context)
 
 
 def memory_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Claim]:
@@ -304,22 +147,19 @@ def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cla
 def layouts_section(contexts: Sequence[int], tokens: int) -> list[Claim]:
     """What a layer exchanges under each layout; under "whole", of a buffer with no, one or the most cut
     documents."""
-    document, whole = (replace(COMPUTE, context_layout=layout) for layout in ("document", "whole"))
-    # Under "document" the ranks share Mamba2's heads.
-    llm = replace(TINY.llm, mamba_heads=max(TINY.llm.mamba_heads, *contexts))
+    whole = replace(COMPUTE, context_layout="whole")
     rows, claims = [], []
     for kind in "M*":
         for context in contexts:
-            received = partial(layer_bytes, kind, context, tokens, llm)
+            received = partial(layer_bytes, kind, context, tokens)
             taken = partial(received, compute=whole)
             none, one, most = taken(), taken(width=1, cut=1), taken(width=2, cut=whole.context_cuts)
-            rows.append([kind, context, received(), received(compute=document), none, one, most])
+            rows.append([kind, context, received(), none, one, most])
             text = f"{kind} at context {context} exchanges {none:,} bytes under whole where nothing is cut"
             claims.append(Claim(text, not none))
     show(
-        f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above.\n"
-        'Those of "document" include the ids and positions, which are gathered once a step',
-        "layer|context|buffer|document|whole, nothing cut|one, up to a quarter of the slots|most",
+        f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above",
+        "layer|context|buffer|whole, nothing cut|one, up to a quarter of the slots|most",
         rows,
     )
     return claims
@@ -411,14 +251,11 @@ def experts_section(tokens: int) -> list[Claim]:
     return claims
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = benchmark(__doc__)
     parser.add_argument("--quick", action="store_true", help="fewer and shorter buffers")
     parser.add_argument("--manifest", default="", help="take durations from it; else log-normal lengths")
-    options = parser.parse_args()
+    options = parser.parse_args(argv)
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
 

@@ -16,8 +16,6 @@ Keeping one document a batch would add a fifth; the allocator's own growth level
 by at most 5%.
 """
 
-import argparse
-import os
 import statistics
 import sys
 import tempfile
@@ -26,6 +24,8 @@ from contextlib import ExitStack, closing
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 
@@ -38,6 +38,7 @@ from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
+from scripts.benchmark import Claim, benchmark, conclude, resident_bytes, show
 
 WARM_UP = 16
 """Batches before any measurement of time or memory."""
@@ -88,19 +89,6 @@ def timed(loader: SynchronizedLoader, batches: int) -> list[tuple[float, BatchRe
     return found
 
 
-def resident_bytes() -> int:
-    """Memory of this process and its children, from /proc."""
-    pages = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if os.getpid() in (parent, int(folder.name)):
-                pages += int((folder / "statm").read_text().split()[1])
-        except OSError:
-            continue  # it has just ended
-    return pages * os.sysconf("SC_PAGE_SIZE")
-
-
 def growth(loader: SynchronizedLoader, batches: int) -> tuple[int, int]:
     """The most resident memory over the first tenth of the batches, and over the last tenth."""
     weighed = []
@@ -111,13 +99,11 @@ def growth(loader: SynchronizedLoader, batches: int) -> tuple[int, int]:
     return max(weighed[:tenth]), max(weighed[-tenth:])
 
 
-def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def main(argv: list[str] | None = None) -> None:
+    parser = benchmark(__doc__, rounds=3)
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--batches", type=int, default=48, help="timed a round and number of workers")
-    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--long", type=int, default=2000, help="batches over which memory is weighed")
-    parser.add_argument("--check", action="store_true")
     options = parser.parse_args(argv)
     config = load_config(options.config)
     simulate_devices(config.mesh.devices)
@@ -128,37 +114,43 @@ def main(argv: list[str] | None = None) -> int:
         f"{options.long} batches by {config.data.workers} workers: at most {before / 2**20:.1f} MiB over the"
         f" first tenth, {after / 2**20:.1f} MiB over the last ({after / before - 1:+.1%})"
     )
-
     counts = sorted({0, 1, 2, config.data.workers})
     with ExitStack() as stack:
         loaders = {workers: opened(config, workers, stack) for workers in counts}
         step = Step(config, loaders[0])
         steps: list[float] = []
-        found: dict[int, list[tuple[float, BatchReport]]] = {workers: [] for workers in counts}
+        made: dict[int, list[tuple[float, BatchReport]]] = {workers: [] for workers in counts}
         for _ in range(options.rounds):
             steps += step.seconds()
             for workers, loader in loaders.items():
-                found[workers] += timed(loader, options.batches)
-    step_seconds = statistics.mean(steps)
-    print(f"a step: {step_seconds:.3f} s on average, median {statistics.median(steps):.3f} s")
-    print("workers   mean s  median s  real tokens/s  documents/s  batches a step")
-    ratios = {}
-    for workers, batches in found.items():
-        seconds = [s for s, _ in batches]
-        mean = statistics.mean(seconds)
+                made[workers] += timed(loader, options.batches)
+    step_seconds, rows, ratios = statistics.mean(steps), [], {}
+    for workers, batches in made.items():
+        seconds = [each for each, _ in batches]
+        total = sum(seconds)
         tokens, documents = (
-            sum(getattr(r, name) for _, r in batches) for name in ("real_tokens", "documents")
+            sum(getattr(r, name) for _, r in batches) / total for name in ("real_tokens", "documents")
         )
-        ratios[workers] = step_seconds / mean
-        print(
-            f"{workers:7}  {mean:7.4f}  {statistics.median(seconds):8.4f}  {tokens / sum(seconds):13,.0f}"
-            f"  {documents / sum(seconds):11,.0f}  {ratios[workers]:14.1f}"
-        )
-    holds = ratios[config.data.workers] >= LEAST_BATCHES and after <= 1.05 * before
-    if options.check:
-        print("the claims hold" if holds else "a claim fails")
-    return int(options.check and not holds)
+        ratios[workers] = step_seconds * len(seconds) / total
+        times = f"{total / len(seconds):.4f}", f"{statistics.median(seconds):.4f}"
+        rows.append([workers, *times, f"{tokens:,.0f}", f"{documents:,.0f}", f"{ratios[workers]:.1f}"])
+    show(
+        f"A step takes {step_seconds:.3f} s on average; the loader alone, by its workers",
+        "workers|mean s|median s|real tokens/s|documents/s|batches a step",
+        rows,
+    )
+    ratio, grown = ratios[config.data.workers], after / before
+    conclude(
+        [
+            Claim(
+                f"the loader makes {ratio:.1f} batches a step (at least {LEAST_BATCHES})",
+                ratio >= LEAST_BATCHES,
+            ),
+            Claim(f"its memory grows {grown:.3f} times (at most 1.05)", grown <= 1.05),
+        ],
+        check=options.check,
+    )
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,7 @@
 """What the mesh gains: memory of a device, pipeline bubble and program size, without timing anything.
 
     python scripts/bench_mesh.py [--check] [--quick]
+    python scripts/bench_mesh.py --ranks [--check]     # the program's size as the mesh grows to 64 devices
 
 Everything is read from training steps of a tiny text model, compiled for 8 simulated CPU devices (set up
 here), or from schedules. --check exits 1 and lists the claims that fail:
@@ -8,124 +9,61 @@ here), or from schedules. --check exits 1 and lists the claims that fail:
 - in a pipeline of 4, temporary memory grows at most 5% from 8 to 16 microbatches; from 2 to 16 it grows by at
   most the inputs in the schedule's slots (and 5%); with 1F1B and interleaved;
 - a pipeline stage that keeps its blocks' inputs, as it does by default, runs forward once less than one that
-  keeps its own input; one that keeps all runs forward once: from the operations of its matrix products;
+  keeps its own input: from the operations of the compiled programs;
 - parameters and optimizer state of a device are 1 / data of the total, within 5%; weight matrices exactly;
 - temporary memory falls with the tensor and the context size;
 - each schedule's bubble equals the formula's;
 - the program for 32 or 64 layers of a repeating pattern is at most 10% larger than for 8, with one pipeline
-  rank and with two.
+  rank and with two;
+- with --ranks: among meshes with more than three context ranks StableHLO grows by at most 5%, and the
+  instructions of a model without experts by at most 20%.
 
 Compile times are printed, never checked.
 """
 
-import argparse
-import time
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+import re
+import sys
+from collections.abc import Sequence
 from itertools import pairwise, product
-from typing import Literal, NamedTuple
+from math import prod
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
-from flax import nnx
 
 from jaxthd.config import (
     BlockSizes,
     ComputeConfig,
     Config,
     DataConfig,
-    EncoderConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
     TrainConfig,
 )
-from jaxthd.parallel.mesh import CONTEXT, TENSOR, bytes_of, on_device
-from jaxthd.parallel.params import weight_decay_mask
+from jaxthd.parallel.mesh import CONTEXT, TENSOR
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.planning.bubble import bubble_formula
 from jaxthd.planning.compiled_step import lowered_step
-from jaxthd.planning.hlo import Instruction, parse
-from jaxthd.planning.kernel_costs import H100, Costs
 from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.program import UNOPTIMIZED
-from jaxthd.steps.blueprint import Blueprint, specs_of
-from jaxthd.terminal.tables import Claim, conclude, show
-
-TINY = ModelConfig(
-    encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),
-    llm=LLMConfig(
-        pattern="M*-E",
-        vocab_size=256,
-        dim=64,
-        q_heads=4,
-        kv_heads=4,
-        head_dim=16,
-        ffn_dim=256,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
-        mamba_groups=4,
-        expert_dim=64,
-        shared_expert_dim=128,
-    ),
+from scripts.benchmark import Claim, benchmark, conclude, show
+from tests.mesh_costs import (
+    CHOICES,
+    TINY,
+    forward_passes,
+    matrix_bytes,
+    program,
+    slots_bytes,
+    tiny,
+    with_remat,
 )
-ENCODER = replace(TINY.audio_encoder, layers=4, dim=64, heads=4, ffn_dim=256)
-COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=64, loss=64))
 
-
-class Program(NamedTuple):
-    """A compiled step: bytes on a device, bytes of its program text, seconds to compile it."""
-
-    temporary: int
-    state: int
-    text: int
-    seconds: float
-
-
-def tiny(
-    mesh: MeshConfig,
-    pattern: str = TINY.llm.pattern,
-    *,
-    rows: int = 1,
-    microbatches: int = 1,
-    tokens: int = 256,
-) -> Config:
-    """The config of a tiny text-only model."""
-    return Config(
-        mesh=mesh,
-        data=DataConfig(rows=rows, capacity=tokens, audio_capacity=0),
-        model=replace(TINY, llm=replace(TINY.llm, pattern=pattern)),
-        compute=COMPUTE,
-        train=TrainConfig(microbatches=microbatches),
-    )
-
-
-def program(config: Config) -> Program:
-    lowered = lowered_step(config)
-    start = time.perf_counter()
-    compiled = lowered.compile(compiler_options=UNOPTIMIZED)
-    seconds = time.perf_counter() - start
-    memory = compiled.memory_analysis()
-    # The new state is written over the old one, so the aliased bytes are the state.
-    text = len(lowered.as_text())
-    return Program(memory.temp_size_in_bytes, memory.alias_size_in_bytes, text, seconds)
-
-
-def slots_bytes(config: Config) -> int:
-    """Bytes of the stage inputs that the schedule keeps on a rank, with one row a microbatch."""
-    schedule = make_schedule(config.train.microbatches, config.mesh.pipeline, config.mesh.stages_per_rank)
-    return schedule.slots * config.data.capacity * config.model.llm.dim * 4
-
-
-def matrix_bytes(config: Config) -> int:
-    """Bytes of the weight matrices on a device."""
-    model = Blueprint(config).model
-    state = nnx.state(model, nnx.Param)
-    parts = on_device(nnx.to_pure_dict(state), specs_of(model)[0], config.mesh)
-    are_matrices = jax.tree.leaves(weight_decay_mask(state))
-    return sum(
-        bytes_of(x) for x, is_matrix in zip(jax.tree.leaves(parts), are_matrices, strict=True) if is_matrix
-    )
+MESHES = ((1, 2, 2, 2), (2, 2, 2, 2), (1, 4, 2, 2), (1, 8, 2, 2), (4, 4, 2, 2))
+"""Growing meshes; all have the four axes."""
+PATTERNS = ("MEM*EMEM*E", "M-M*-M-M*-")
+"""Nemotron-3-Nano's letters, and the same without experts."""
 
 
 def pipeline_section(counts: Sequence[int], pattern: str = "*-*-*-*-", ranks: int = 4) -> list[Claim]:
@@ -156,85 +94,30 @@ def pipeline_section(counts: Sequence[int], pattern: str = "*-*-*-*-", ranks: in
     return claims
 
 
-def _branches(x: Instruction) -> Iterator[str]:
-    for name in ("branch_computations", "true_computation", "false_computation"):
-        yield from x.attribute(name)
-
-
-Recomputes = Literal["auto", "stage", "blocks", "nothing"]
-CHOICES: tuple[Recomputes, ...] = ("stage", "blocks", "auto", "nothing")
-SCOPES = ("stage", "stage_gradient", "enter", "enter_gradient")
-"""The parts of a tick that run forward and backward passes (jaxthd/parallel/pipeline_tick.py)."""
-
-
-def flops_of_parts(text: str) -> dict[str, float]:
-    """Operations of the matrix products in one run of each of SCOPES, from a compiled program's text. A loop
-    counts as often as it turns where XLA knows that, else once; of a conditional the dearest branch counts.
-    """
-    program, found = parse(text), dict.fromkeys(SCOPES, 0.0)
-    costs = Costs(program, H100)
-
-    def inside(computation: str) -> float:
-        total = 0.0
-        for x in program.computations[computation].values():
-            total += sum(product.flops for product in costs.products(x, program.computations[computation]))
-            if x.op == "while":
-                total += (x.known_trips or 1) * sum(map(inside, x.attribute("body")))
-            elif x.op == "call":
-                total += sum(map(inside, x.attribute("to_apply")))
-            elif x.op == "conditional":
-                dearest = max(inside(branch) for branch in _branches(x))
-                total += dearest
-                scope, operation = ("", *x.op_name.split("/"))[-2:]
-                if operation == "cond" and scope in found:
-                    found[scope] = max(found[scope], dearest)
-        return total
-
-    inside(program.entry)
-    return found
-
-
-def with_remat(config: Config, recomputes: Recomputes) -> Config:
-    return replace(config, compute=replace(config.compute, remat_stage=recomputes))
-
-
-def passes_section(pattern: str = "--------", *, audio: bool = True) -> list[Claim]:
+def passes_section(pattern: str = "--------") -> list[Claim]:
     """A stage of MLPs, whose backward pass is twice as much work as the forward pass. Of what is recomputed
     the last product is left out: nothing needs its result.
     """
-    rows, passes, temporary = [], {}, []
     base = tiny(MeshConfig(pipeline=2), pattern, rows=4, microbatches=4)
-    if audio:
-        base = replace(base, data=replace(base.data, audio_capacity=512))
-        base = replace(base, model=replace(base.model, encoder=ENCODER))
-    for recomputes in CHOICES:
-        config = with_remat(base, recomputes)
-        compiled = lowered_step(config).compile(compiler_options=UNOPTIMIZED)
-        flops, size = flops_of_parts(compiled.as_text()), compiled.memory_analysis().temp_size_in_bytes
-        passes[recomputes] = forward_passes(flops)
-        entered = (flops["enter_gradient"] / flops["enter"]) - 1 if flops["enter"] else 0
-        temporary.append(size)
-        closed = round(temporary_memory(config).most)
-        counts = [f"{flops[scope]:,.0f}" for scope in SCOPES[:2]]
-        ratios = f"{passes[recomputes]:.2f}", f"{entered:.2f}"
-        rows.append([recomputes, *counts, *ratios, size, closed, f"{closed / size - 1:+.0%}"])
+    compiled = {choice: program(with_remat(base, choice)) for choice in CHOICES}
+    passes = {choice: forward_passes(base, each, compiled["nothing"]) for choice, each in compiled.items()}
+    rows = []
+    for choice, each in compiled.items():
+        closed = round(temporary_memory(with_remat(base, choice)).most)
+        off = f"{closed / each.temporary - 1:+.0%}"
+        rows.append([choice, f"{passes[choice]:.1f}", each.temporary, closed, off])
     saved = passes["stage"] - passes["blocks"]
     show(
-        f"What a pipeline stage recomputes; pipeline 2, layers {pattern}; operations of matrix products",
-        "remat_stage|forward|backward|forward passes|of the encoder|temporary|closed form|off by",
+        f"What a pipeline stage recomputes; pipeline 2, layers {pattern}",
+        "remat_stage|forward passes|temporary|closed form|off by",
         rows,
     )
+    temporary = [each.temporary for each in compiled.values()]
     return [
         Claim(f"with its blocks' inputs kept a stage runs forward {saved:.2f} times less (1)", saved == 1),
         Claim("by default it does so", passes["auto"] == passes["blocks"]),
-        Claim(f"with all kept it runs forward {passes['nothing']:.2f} times (1)", passes["nothing"] == 1),
         Claim("temporary memory grows with what is kept", temporary == sorted(temporary)),
     ]
-
-
-def forward_passes(flops: dict[str, float]) -> float:
-    """Forward passes of a stage, those in its backward pass among them. flops: flops_of_parts."""
-    return (flops["stage"] + flops["stage_gradient"]) / flops["stage"] - 2
 
 
 def fsdp_section(sizes: Sequence[int]) -> list[Claim]:
@@ -316,20 +199,81 @@ def depth_section(depths: Sequence[int], unit: str = "M-*-") -> list[Claim]:
     return claims
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def share_of(mesh: MeshConfig, pattern: str) -> Config:
+    """A config whose rows, slots and experts grow with the ranks: a device has the same share everywhere."""
+    owners = mesh.data * mesh.context
+    llm = LLMConfig(
+        pattern=pattern,
+        vocab_size=512,
+        dim=32,
+        q_heads=4,
+        kv_heads=2,
+        head_dim=8,
+        mamba_heads=4,
+        mamba_head_dim=8,
+        mamba_state=8,
+        mamba_groups=2,
+        experts=2 * owners,
+        experts_per_token=2,
+        expert_dim=16,
+        shared_expert_dim=16,
     )
-    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
-    parser.add_argument("--quick", action="store_true", help="fewer sizes")
-    options = parser.parse_args()
-    jax.config.update("jax_platforms", "cpu")
-    jax.config.update("jax_num_cpu_devices", 8)
+    data = DataConfig(rows=2 * mesh.data, capacity=64 * mesh.context, audio_capacity=0, max_documents=16)
+    blocks = BlockSizes(scan=16, attention=32, loss=32, vocabulary=64, experts=8)
+    model = ModelConfig(encoder=None, llm=llm)
+    return Config(
+        mesh=mesh,
+        data=data,
+        model=model,
+        compute=ComputeConfig(block_sizes=blocks),
+        train=TrainConfig(microbatches=2),
+    )
 
+
+def ranks_section(meshes: Sequence[tuple[int, int, int, int]], patterns: Sequence[str]) -> list[Claim]:
+    """The step's program for growing meshes. With two and three context ranks attention's remote steps make
+    no loop. Up to eight, the passing of states is written out, two small steps a rank. With experts XLA's
+    program for CPUs grows: its all-to-all takes an operand of each rank; that of StableHLO does not."""
+    claims = []
+    for pattern in patterns:
+        rows, sizes = [], dict[tuple[int, ...], tuple[int, int]]()
+        for mesh in meshes:
+            lowered = lowered_step(share_of(MeshConfig(*mesh), pattern))
+            compiled = lowered.compile(compiler_options=UNOPTIMIZED)
+            # Lists of ranks name every device.
+            stablehlo = len(re.sub(r"dense<[^>]*>", "", lowered.as_text()))
+            sizes[mesh] = stablehlo, compiled.as_text().count(" = ")
+            temporary = f"{compiled.memory_analysis().temp_size_in_bytes / 1e3:,.0f}"
+            name = "x".join(map(str, mesh))
+            rows.append([prod(mesh), name, f"{stablehlo / 1e3:,.0f}", f"{sizes[mesh][1]:,}", temporary])
+        show(
+            f"The step compiled ahead of time; a device has the same share everywhere; pattern {pattern}",
+            "devices|mesh|StableHLO kB|instructions|temporary kB",
+            rows,
+        )
+        looped = [size for mesh, size in sizes.items() if mesh[1] > 3]
+        for figure, most, number in (("StableHLO", 1.05, 0), ("instructions", 1.2, 1)):
+            if looped and (number == 0 or "E" not in pattern):
+                growth = max(size[number] for size in looped) / looped[0][number]
+                text = f"{figure} of {pattern} grows {growth:.3f} times over more than 3 context ranks"
+                claims.append(Claim(f"{text} (at most {most})", growth <= most))
+    return claims
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = benchmark(__doc__)
+    parser.add_argument("--quick", action="store_true", help="fewer sizes")
+    parser.add_argument("--ranks", action="store_true", help="growing meshes of up to 64 devices, alone")
+    options = parser.parse_args(argv)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 64 if options.ranks else 8)
     quick = options.quick
+    if options.ranks:
+        conclude(ranks_section(MESHES[:2] if quick else MESHES, PATTERNS), check=options.check)
+        return
     claims = [
         *pipeline_section((2, 8, 16) if quick else (2, 4, 8, 16)),
-        *passes_section(audio=not quick),
+        *passes_section(),
         *fsdp_section((1, 8) if quick else (1, 2, 4, 8)),
         *axes_section((1, 4) if quick else (1, 2, 4)),
         *bubble_section(),

@@ -23,15 +23,17 @@ padded batches need so much memory that allocating it slows the machine (6 GB at
 claim fails: packed must be at least 0.9 of the ideal times as fast as random, and on the mix 3.8 times.
 """
 
-import argparse
 import math
 import statistics
-import time
+import sys
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from functools import cache
-from itertools import chain, zip_longest
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import grain
 import jax
@@ -50,8 +52,7 @@ from jaxthd.run.host_memory import keep_freed_memory
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.tables import Claim, conclude, table
-from scripts.measurements.recordings import MANIFEST
+from scripts.benchmark import Claim, benchmark, by_turns, conclude, memory, table
 
 RUNGS = 6
 """The most lengths a padded batch can have."""
@@ -208,7 +209,11 @@ def batches_of(documents: Sequence[Document], capacity: int, num_mels: int) -> d
 
 
 def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -> dict[str, Side]:
-    """Trains one model on all batches of all ways, `rounds` times, alternating between the ways."""
+    """Trains one model on all batches of all ways, `rounds` times, alternating between the ways.
+
+    All ways have the same tokens, and as many targets."""
+    targets = {name: sum(float(b.weights.sum()) for b in batches) for name, batches in sides.items()}
+    assert len(set(targets.values())) == 1, targets
     mesh = make_mesh(config.mesh)
     step: Any = make_train_step(Blueprint(config), mesh)
     state = init_state(Blueprint(config), mesh)
@@ -217,15 +222,15 @@ def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -
     for batch in (batch for batches in placed.values() for batch in batches):
         if shapes(batch) not in programs:
             programs[shapes(batch)] = step.lower(state, batch).compile()
-            state, _ = jax.block_until_ready(programs[shapes(batch)](state, batch))
-    times = {name: np.zeros((rounds, len(batches))) for name, batches in placed.items()}
-    for turn in range(rounds):
-        for i, together in enumerate(zip_longest(*placed.values())):
-            for name, batch in zip(placed, together, strict=True):
-                if batch is not None:
-                    start = time.perf_counter()
-                    state, _ = jax.block_until_ready(programs[shapes(batch)](state, batch))
-                    times[name][turn, i] = time.perf_counter() - start
+
+    def train(batch: Any) -> Any:
+        nonlocal state
+        state, metrics = programs[shapes(batch)](state, batch)
+        return state, metrics
+
+    calls = {name: [partial(train, batch) for batch in batches] for name, batches in placed.items()}
+    first = {shapes(b): partial(train, b) for batches in placed.values() for b in batches}
+    seconds = by_turns(calls, rounds, wait=jax.block_until_ready, warm_up=first.values())
     return {
         name: Side(
             steps=len(batches),
@@ -235,22 +240,15 @@ def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -
             frames=sum(b.mel_mask.size for b in batches if b.has_audio),
             real_frames=sum(int(b.mel_mask.sum()) for b in batches if b.has_audio),
             memory=max(memory(programs[shapes(b)]) for b in placed[name]),
-            seconds=float(np.median(times[name], axis=0).sum()),
+            seconds=seconds[name],
         )
         for name, batches in sides.items()
     }
 
 
 def shapes(batch: Batch) -> tuple[tuple[int, ...], ...]:
-    """Of the batch's arrays. Rows without a recording have no arrays of audio."""
+    """The shapes of a batch's arrays. Rows without a recording have no arrays of audio."""
     return tuple(x.shape for x in jax.tree.leaves(batch))
-
-
-def memory(program: Any) -> int:
-    """Bytes of a program; the new state reuses the old one's memory, which counts once."""
-    m = program.memory_analysis()
-    taken = m.argument_size_in_bytes + m.output_size_in_bytes + m.temp_size_in_bytes
-    return taken - m.alias_size_in_bytes
 
 
 def report(title: str, sides: Mapping[str, Side], least: float) -> list[Claim]:
@@ -279,15 +277,10 @@ def report(title: str, sides: Mapping[str, Side], least: float) -> list[Claim]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
-    parser.add_argument("--manifest", **MANIFEST)
+    parser = benchmark(__doc__, manifest=True, rounds=2)
     parser.add_argument(
         "--capacity", type=int, default=4096, help="tokens of a buffer of recordings; the mix: twice as many"
     )
-    parser.add_argument("--rounds", type=int, default=2, help="passes over every side")
     options = parser.parse_args(argv)
 
     config = Config(model=MODEL)

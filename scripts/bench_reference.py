@@ -55,8 +55,9 @@ SETTINGS: dict[str, Any] = {
     "n_groups": 2,
     "conv_kernel": 4,
     "time_step_min": 0.001,
+    "time_step_limit": (0.001, math.inf),
 }
-"""The fields of NemotronHConfig."""
+"""The fields of NemotronHConfig. Its scan on CPUs clamps time steps to time_step_min, not to the limit."""
 KEEPS_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**34),
@@ -82,11 +83,15 @@ class Way(NamedTuple):
 
 
 class Side(NamedTuple):
-    """What a side's process can run. checked: loss and gradient norm of the first CHECKED documents."""
+    """What a side's process can run.
+
+    checked: loss and gradient norm of the first CHECKED documents. weights: elements of all matrices that
+    tokens are multiplied with."""
 
     ways: dict[str, Way]
     matrix: Callable[[], Any]
     checked: tuple[float, float]
+    weights: int = 0
 
 
 def transformers_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) -> Side:
@@ -107,7 +112,7 @@ def transformers_side(folder: Path, documents: Sequence[np.ndarray], capacity: i
     weights = models[CHUNKS[0]].state_dict()
     for model in models.values():
         model.load_state_dict(weights)
-    np.savez(folder / "weights.npz", **{name: x.numpy() for name, x in weights.items()})
+    models[CHUNKS[0]].save_pretrained(folder / "published")
 
     def batch(model: Any, group: Sequence[np.ndarray]) -> Callable[[], float]:
         tokens = np.zeros((len(group), max(map(len, group))), np.int64)
@@ -135,7 +140,8 @@ def transformers_side(folder: Path, documents: Sequence[np.ndarray], capacity: i
     loss = batch(model, documents[:CHECKED])()
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in model.parameters()))
     square = torch.ones(MATRIX, MATRIX)
-    return Side(ways, lambda: square @ square, (loss, norm))
+    matrices = sum(x.numel() for name, x in weights.items() if x.ndim == 2 and "embed" not in name)
+    return Side(ways, lambda: square @ square, (loss, norm), matrices)
 
 
 def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) -> Side:
@@ -143,31 +149,18 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     import jax
     import optax
 
-    from jaxthd.config import BlockSizes, ComputeConfig, Config, LLMConfig, ModelConfig
+    from jaxthd.checkpoints.weights import load_weights
+    from jaxthd.config import BlockSizes, ComputeConfig, Config
     from jaxthd.data.packer import PackDocuments
+    from jaxthd.hf.checkpoint import model_config
     from jaxthd.packing.batch import Batch
     from jaxthd.packing.document import Document
     from jaxthd.parallel.mesh import make_mesh, put_batch
     from jaxthd.steps.blueprint import Blueprint
-    from jaxthd.steps.state import abstract_state
     from jaxthd.steps.training import loss_and_gradient
 
     jax.config.update("jax_platforms", "cpu")
-    llm = LLMConfig(
-        pattern=SETTINGS["hybrid_override_pattern"],
-        vocab_size=SETTINGS["vocab_size"],
-        dim=SETTINGS["hidden_size"],
-        q_heads=SETTINGS["num_attention_heads"],
-        kv_heads=SETTINGS["num_key_value_heads"],
-        head_dim=SETTINGS["head_dim"],
-        ffn_dim=SETTINGS["intermediate_size"],
-        mamba_heads=SETTINGS["mamba_num_heads"],
-        mamba_head_dim=SETTINGS["mamba_head_dim"],
-        mamba_state=SETTINGS["ssm_state_size"],
-        mamba_groups=SETTINGS["n_groups"],
-        mamba_conv=SETTINGS["conv_kernel"],
-        mamba_dt_limit=(SETTINGS["time_step_min"], math.inf),
-    )
+    model = model_config(folder / "published")
     mesh = make_mesh(Config().mesh)
     pack = PackDocuments(
         capacity=capacity, audio_capacity=0, max_documents=capacity, num_mels=1, packing="best_fit"
@@ -179,15 +172,11 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
 
     packed = [spliced(i, tokens) for i, tokens in enumerate(documents)]
     batches = [put_batch(row.batch, mesh) for row in grain.MapDataset.source(packed).pipe(pack)]
-    abstract = abstract_state(Blueprint(Config(model=ModelConfig(llm=llm))))
-    # Encoder and adapter are not used: their weights are zeros.
-    params, buffers = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), (abstract.params, abstract.buffers))
-    params |= decoder_parameters(dict(np.load(folder / "weights.npz")))
-    params, buffers = jax.device_put((params, buffers))
+    params, buffers = load_weights([folder / "published"], Blueprint(Config(model=model)), mesh, partly=False)
     ways, programs = {}, {}
     for name, remat in (("jaxthd, packed", False), ("jaxthd, packed, recomputing", True)):
         config = Config(
-            model=ModelConfig(llm=llm),
+            model=model,
             compute=ComputeConfig(remat_llm=remat, unroll_layers=True, block_sizes=BlockSizes(attention=64)),
         )
         program = programs[name] = jax.jit(loss_and_gradient(Blueprint(config), mesh))
@@ -205,52 +194,6 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     )
 
 
-def decoder_parameters(theirs: dict[str, np.ndarray]) -> dict[str, Any]:
-    """Renames NemotronHForCausalLM's weights to jaxthd's names: embedding, decoder, head."""
-    from jax import tree
-
-    from jaxthd.models.mixers import LAYER_KINDS
-
-    inner = SETTINGS["mamba_num_heads"] * SETTINGS["mamba_head_dim"]
-    shared = SETTINGS["n_groups"] * SETTINGS["ssm_state_size"]
-
-    def linear(weight: np.ndarray) -> dict[str, np.ndarray]:
-        return {"w": weight.T}
-
-    def block(layer: int, kind: str) -> dict[str, Any]:
-        prefix = f"model.layers.{layer}."
-        mixer = {k.removeprefix(f"{prefix}mixer."): v for k, v in theirs.items() if k.startswith(prefix)}
-        ours: dict[str, Any]
-        match kind:
-            case "*":
-                ours = {name: linear(mixer[f"{name}_proj.weight"]) for name in "qkv"}
-                ours["out"] = linear(mixer["o_proj.weight"])
-            case "-":
-                ours = {name: linear(mixer[f"{name}_proj.weight"]) for name in ("up", "down")}
-            case _:
-                projections = np.split(mixer["in_proj.weight"], np.cumsum([inner, inner, shared, shared]))
-                ours = {n: linear(w) for n, w in zip(("z", "x", "b", "c", "dt"), projections, strict=True)}
-                for name, array in (
-                    ("conv", mixer["conv1d.weight"][:, 0].T),
-                    ("conv_bias", mixer["conv1d.bias"]),
-                ):
-                    parts = np.split(array, [inner, inner + shared], axis=-1)
-                    ours |= {f"{name}_{n}": part for n, part in zip("xbc", parts, strict=True)}
-                ours |= {"dt_bias": mixer["dt_bias"], "a_log": mixer["A_log"], "d": mixer["D"]}
-                ours |= {"norm": {"weight": mixer["norm.weight"]}, "out": linear(mixer["out_proj.weight"])}
-        return {"norm": {"weight": theirs[f"{prefix}norm.weight"]}, "mixer": ours}
-
-    blocks: dict[str, list[Any]] = {}
-    for layer, kind in enumerate(SETTINGS["hybrid_override_pattern"]):
-        blocks.setdefault(LAYER_KINDS[kind].name, []).append(block(layer, kind))
-    layers = {name: tree.map(lambda *same: np.stack(same), *of_kind) for name, of_kind in blocks.items()}
-    return {
-        "embedding": theirs["model.embeddings.weight"],
-        "decoder": {"layers": layers, "norm": {"weight": theirs["model.norm_f.weight"]}},
-        "head": theirs["lm_head.weight"],
-    }
-
-
 SIDES = {"transformers": transformers_side, "jaxthd": jaxthd_side}
 
 
@@ -262,7 +205,7 @@ def serve(name: str, folder: Path, capacity: int) -> None:
         way.batches[0]()
     side.matrix()
     ways = {name: (len(way.batches), way.slots) for name, way in side.ways.items()}
-    print(json.dumps({"ways": ways, "checked": side.checked}), flush=True)
+    print(json.dumps({"ways": ways, "checked": side.checked, "weights": side.weights}), flush=True)
     for line in sys.stdin:
         way_name, number = json.loads(line)
         run = side.ways[way_name].batches[number] if way_name else side.matrix
@@ -348,9 +291,7 @@ def main() -> None:
             for turn in zip_longest(*numbers):
                 for key in filter(None, turn):
                     times.setdefault(key, []).append(ways[key[0]][0].seconds(*key))
-        weights = sum(
-            x.size for n, x in np.load(folder / "weights.npz").items() if x.ndim == 2 and "embed" not in n
-        )
+        weights = reference.offer["weights"]
 
     real = sum(lengths)
     print(f"{len(lengths)} documents of {min(lengths)} to {max(lengths):,} tokens, {real:,} in all")

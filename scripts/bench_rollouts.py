@@ -1,4 +1,4 @@
-"""Speed of rollouts: places that are refilled, waiting for the longest answer, and bench_generate's way.
+"""Speed of rollouts: places that are refilled, waiting for the longest answer, and a prompt for each answer.
 
     python scripts/bench_rollouts.py [--config configs/single.py] [--check]
 
@@ -12,12 +12,12 @@ decoded at a time. Times are medians and include the features of recordings; the
 """
 
 import argparse
-import time
-from collections.abc import Callable
+import sys
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import numpy as np
 
@@ -34,10 +34,9 @@ from jaxthd.rl.rollouts import Rollouts
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, init_state
-from jaxthd.terminal.tables import Claim, conclude, show
+from scripts.benchmark import Claim, benchmark, by_turns, conclude, show
 
 ROOT = Path(__file__).parents[1]
-RUNS = 5
 ENDS = 12
 """One of so many tokens of the vocabulary ends an answer."""
 
@@ -47,11 +46,6 @@ class Work(NamedTuple):
 
     tokens: int
     slots: int
-
-
-class Measured(NamedTuple):
-    work: Work
-    seconds: float
 
 
 def questions(count: int) -> list[Example]:
@@ -133,50 +127,35 @@ class Sides:
         return Work(tokens, size * sum(map(len, self.prompts())))
 
 
-def measured(sides: dict[str, Callable[[], Work]]) -> dict[str, Measured]:
-    seconds: dict[str, list[float]] = {name: [] for name in sides}
-    works = {name: side() for name, side in sides.items()}
-    for _ in range(RUNS):
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: Measured(works[name], median(seconds[name])) for name in sides}
-
-
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = benchmark(__doc__, rounds=5)
     parser.add_argument("--config", type=Path, default=ROOT / "configs" / "single.py")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=64, help="answers decoded together")
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--every", type=int, default=8, help="tokens decoded before the host reads them")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
     options = parser.parse_args(argv)
     config = sized(load_config(options.config), options)
     simulate_devices(config.mesh.devices)
 
     own = Sides(config, options)
-    found = measured({"refilled": own.refilled, "waiting": own.waiting, "one by one": own.one_by_one})
+    sides = {"refilled": own.refilled, "waiting": own.waiting, "one by one": own.one_by_one}
+    works = {name: side() for name, side in sides.items()}
+    ways = {name: [side] for name, side in sides.items()}
+    seconds = by_turns(ways, options.rounds, wait=lambda done: None, warm_up=())
+    rate = {name: work.tokens / seconds[name] for name, work in works.items()}
     rows = [
-        (
-            name,
-            f"{x.work.slots:,}",
-            f"{x.work.tokens:,}",
-            f"{x.seconds:.2f}",
-            f"{x.work.tokens / x.seconds:,.0f}",
-        )
-        for name, x in found.items()
+        (name, f"{work.slots:,}", f"{work.tokens:,}", f"{seconds[name]:.2f}", f"{rate[name]:,.0f}")
+        for name, work in works.items()
     ]
     title = f"{options.config.name}: {options.group_size} answers to each of {options.prompts} prompts"
     show(title, "side|prompt slots|tokens drawn|seconds|tokens/s", rows)
-    rate = {name: x.work.tokens / x.seconds for name, x in found.items()}
-    gains = {name: rate["refilled"] / rate[name] for name in ("waiting", "one by one")}
-    shared = found["refilled"].work.slots / found["one by one"].work.slots
     claims = [
-        Claim(f"{gain:.2f} times as many tokens a second as {name}", gain > 1) for name, gain in gains.items()
+        Claim(f"{gain:.2f} times as many tokens a second as {name}", gain > 1)
+        for name, gain in ((name, rate["refilled"] / rate[name]) for name in ("waiting", "one by one"))
     ]
+    shared = works["refilled"].slots / works["one by one"].slots
     claims.append(Claim(f"prompts take {shared:.3f} of the slots of copies", shared < 0.35))
     compiled = own.rollouts.compilations
     claims.append(Claim(f"{compiled} programs for all rollouts", compiled == 3))

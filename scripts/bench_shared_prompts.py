@@ -16,13 +16,13 @@ Times are medians of alternating steps of a small model, on one device. --check 
 slots and flops are to be at most 0.35 of prompts written out.
 """
 
-import argparse
-import statistics
 import sys
-import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,7 @@ from jaxthd.parallel.params import Buffer
 from jaxthd.planning.program import compiled
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
-from jaxthd.terminal.tables import Claim, conclude, show
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
+from scripts.benchmark import Claim, benchmark, by_turns, conclude, show
 from tests.weights import random_state
 
 WIDE = LLMConfig(
@@ -160,15 +158,8 @@ def milliseconds(config: Config, batches: list[Batch], rounds: int) -> list[floa
     mesh = make_mesh(config.mesh)
     step = jax.jit(loss_and_gradient(Blueprint(config), mesh))
     params, buffers = random_state(Blueprint(config).model)[1:]
-    on_mesh = [put_batch(batch, mesh) for batch in batches]
-    took: list[list[float]] = [[] for _ in batches]
-    for number in range(rounds + 1):
-        for times, batch in zip(took, on_mesh, strict=True):
-            start = time.perf_counter()
-            jax.block_until_ready(step(params, buffers, batch))
-            if number:  # the first compiles
-                times.append(1e3 * (time.perf_counter() - start))
-    return [statistics.median(times) for times in took]
+    ways = {str(i): [partial(step, params, buffers, put_batch(b, mesh))] for i, b in enumerate(batches)}
+    return [1e3 * x for x in by_turns(ways, rounds, wait=jax.block_until_ready).values()]
 
 
 def compare(groups: Groups, rounds: int) -> tuple[float, float]:
@@ -192,14 +183,11 @@ def compare(groups: Groups, rounds: int) -> tuple[float, float]:
 
 
 def main() -> None:
-    raw = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
+    parser = benchmark(__doc__, rounds=5)
     parser.add_argument("--prompt", type=int, default=145)
     parser.add_argument("--answer", type=int, default=25)
     parser.add_argument("--answers", type=int, default=8)
     parser.add_argument("--groups", type=int, default=4, help="groups in a buffer")
-    parser.add_argument("--rounds", type=int, default=5, help="timed steps of each side")
-    parser.add_argument("--check", action="store_true", help="exit 1 if a claim fails")
     given = parser.parse_args()
     slots, flops_ = compare(Groups(given.prompt, given.answer, given.answers, given.groups), given.rounds)
     claims = [

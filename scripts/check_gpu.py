@@ -1,4 +1,4 @@
-"""Checks everything on this machine's GPU: correctness, speed and memory. Tables.
+"""Checks everything on this machine's GPU: correctness, speed and memory. Tables, and a report.
 
     python scripts/check_gpu.py [--only SECTION ...] [--minutes 9.5] [--out FOLDER] [--check]
     python scripts/check_gpu.py --tiny           # a small version, to try the script on a CPU
@@ -7,11 +7,13 @@ Each section runs in its own process, so one that fails or hangs does not affect
     machine      devices, versions; the rate of a large bf16 matrix product and of a copy
     kernels      python -m jaxthd.doctor: which attention and scan kernels are admitted, with their errors
     exact        loss and every gradient of packed ragged documents on the GPU, against float64 on the CPU
+    models       the steps of scripts/gpu_models.py at 8,192 tokens: tokens/s, memory, share of the bf16 peak
+    dense        packed recordings against one document of as many tokens: 95% of its rate or more is right
     step         a training step of a 1B hybrid with packed audio: tokens/s, memory, share of the bf16 rate;
                  with XLA's loops and with the kernels; with and without command buffers
     packing      the same documents packed and padded, one in a row
-    scan         scripts/bench_scan.py: the scan kernel, XLA's, and mamba_ssm's where it can be imported
-    attention    scripts/bench_attention.py: packed attention of recordings and of long documents, by
+    scan         bench_kernels.py scan: the scan kernel, XLA's, and mamba_ssm's where it can be imported
+    attention    bench_kernels.py attention: packed attention of recordings and of long documents, by
                  admitted back-end; FlexAttention where torch can be imported
     options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products: those
                  cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph; with
@@ -20,8 +22,9 @@ Each section runs in its own process, so one that fails or hangs does not affect
 Admission chooses the back-ends; each run names them. Time is a median, synchronized. Model FLOPs: 6 for each
 parameter and each token (or frame) that it is multiplied with, and attention over allowed pairs only;
 recomputation does not count. Needs neither grain nor tyro nor Transformer Engine; a part that needs one of
-them is reported as not run. --out keeps each section's output and results.json.
---check exits 1 where a section fails.
+them is reported as not run. --out keeps each section's output, its results, and report.md with a table of
+each; a section that ended well there is not run again: after a fault, or where the minutes were too few, give
+the same command. --check exits 1 where a section fails.
 """
 
 import argparse
@@ -43,69 +46,27 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import Array
 from jax.sharding import AxisType, Mesh
 
-from jaxthd.config import (
-    ComputeConfig,
-    Config,
-    DataConfig,
-    EncoderConfig,
-    LLMConfig,
-    ModelConfig,
-    TrainConfig,
-)
-from jaxthd.config.compute import SMALL_BLOCKS
+from jaxthd.config import ComputeConfig, Config
+from jaxthd.files.atomic import write_atomically
 from jaxthd.kernels.choose import using, with_admitted
 from jaxthd.kernels.xla_options import OPTIONS
-from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
-from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import AXES, make_mesh, put_batch
+from jaxthd.planning.model_flops import model_flops as planned_flops
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from jaxthd.terminal.tables import show
-from scripts import bench_attention, bench_scan
+from scripts import bench_kernels
+from scripts.gpu_models import MODELS, TINY, base_config, model_flops, recordings, report_of, rows_of
 from tests.errors import relative_errors
 
 ROOT = Path(__file__).parent.parent
 RESULT = "RESULT "
 """Marks a line of a section's output that goes into results.json."""
-
-ONE_BILLION = ModelConfig(
-    encoder=EncoderConfig(layers=17, dim=512, heads=8, ffn_dim=2048, subsampling_channels=256),
-    llm=LLMConfig(
-        pattern="M-M-M*-" * 5,
-        vocab_size=32768,
-        dim=2048,
-        q_heads=16,
-        kv_heads=4,
-        head_dim=128,
-        ffn_dim=8192,
-        mamba_heads=64,
-        mamba_head_dim=64,
-        mamba_state=128,
-        mamba_groups=8,
-    ),
-    adapter_dim=2048,
-)
-TINY = ModelConfig(
-    encoder=EncoderConfig(layers=1, dim=32, heads=2, ffn_dim=64, subsampling_channels=8),
-    llm=LLMConfig(
-        pattern="M-M*-",
-        dim=64,
-        q_heads=2,
-        kv_heads=1,
-        head_dim=32,
-        ffn_dim=128,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
-    ),
-    adapter_dim=32,
-)
 
 
 def told(section: str, **found: Any) -> None:
@@ -116,82 +77,10 @@ def told(section: str, **found: Any) -> None:
 def seconds(call: Callable[[], Any], repeats: int = 10) -> float:
     """Median time of a call, after two warm-up calls."""
     jax.block_until_ready(call())
-    return bench_scan.seconds(call, jax.block_until_ready, repeats, calls=1)
+    return bench_kernels.seconds(call, jax.block_until_ready, repeats, calls=1)
 
 
-# --- documents and steps ---
-
-
-def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed: int = 0) -> list[Document]:
-    """Documents of one recording and its transcript, with the lengths of real recordings: 1 s to a minute,
-    half of them under 8 s. Together they take at most `slots` token slots.
-    """
-    rng = np.random.default_rng(seed)
-    documents: list[Document] = []
-    while True:
-        length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
-        frames, text = round(100 * length), 6 + round(3.5 * length)
-        chunks, per_chunk = [], model.audio_encoder.chunk_frames - 1
-        for start in range(0, frames, per_chunk):
-            size = (min(per_chunk, frames - start), model.audio_encoder.num_mels)
-            chunks.append(rng.standard_normal(size, np.float32))
-        tokens = [3, *rng.integers(4, min(model.llm.vocab_size, 260), text).tolist()]
-        document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [chunks], 3)
-        slots -= len(document)
-        if slots < 0:
-            return documents
-        documents.append(document)
-
-
-def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[Batch, DataConfig]:
-    """One row for each group; all rows are as long as the longest needs."""
-
-    def multiple(n: int, of: int) -> int:
-        return -(-n // of) * of
-
-    capacity = multiple(max(sum(map(len, group)) for group in groups), 128)
-    frames = multiple(max(sum(d.mel_frames for d in group) for group in groups), 128)
-    sizes: dict[str, Any] = {
-        "capacity": capacity,
-        "audio_capacity": frames,
-        "max_documents": max(map(len, groups)),
-    }
-    rows = [pack_row(group, **sizes, num_mels=model.audio_encoder.num_mels)[0] for group in groups]
-    batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
-    return batch, DataConfig(rows=len(groups), workers=0, **sizes)
-
-
-def parameters(config: Config) -> dict[str, int]:
-    """Numbers of matrix elements that one token, or one encoder frame, is multiplied with."""
-    found = {"encoder": 0, "decoder": 0}
-    for path, variable in nnx.to_flat_state(nnx.state(Blueprint(config).model, nnx.Param)):
-        if variable.get_metadata("decayed") and path[0] not in ("embedding", "head"):
-            found["encoder" if path[0] in ("encoder", "adapter") else "decoder"] += variable.size
-    return found
-
-
-def model_flops(config: Config, documents: Sequence[Document]) -> float:
-    """FLOPs of a step, forward and backward, without recomputation and padding."""
-    llm, matrices = config.model.llm, parameters(config)
-    tokens = sum(map(len, documents))
-    frames = sum(d.mel_frames for d in documents) / 8
-    supervised = sum(int(d.supervised.sum()) for d in documents)
-    of_weights = (
-        matrices["decoder"] * tokens + matrices["encoder"] * frames + llm.vocab_size * llm.dim * supervised
-    )
-    return 6 * of_weights + attention_and_scan_flops(config, documents)
-
-
-def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> float:
-    """Of attention's scores and values over allowed pairs only, in decoder and encoder, and of Mamba2's
-    states, as a recurrence would compute them; forward and backward."""
-    llm, encoder = config.model.llm, config.model.audio_encoder
-    pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents) * llm.letters.count("*")
-    chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]
-    attended = sum(n * n for n in chunks) * encoder.layers
-    state = 2 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
-    scanned = llm.letters.count("M") * sum(map(len, documents)) * state
-    return 6 * (2 * pairs * llm.q_heads * llm.head_dim + 2 * attended * encoder.dim + scanned)
+# --- steps ---
 
 
 def run_step(
@@ -273,7 +162,7 @@ def variations(config: Config, changes: dict[str, Config], *arguments: Any) -> l
 
 def machine(tiny: bool) -> float:
     """Shows the machine; returns the rate of a large matrix product, to which shares refer."""
-    device, rate = jax.devices()[0], bench_attention.matrix_rate(256 if tiny else 8192)
+    device, rate = jax.devices()[0], bench_kernels.matrix_rate(256 if tiny else 8192)
     x = jnp.ones(2**20 if tiny else 2**30, jnp.float32)
     copied = 2 * x.nbytes / seconds(lambda: x.copy(), 20)
     memory = (device.memory_stats() or {}).get("bytes_limit", 0)
@@ -345,13 +234,6 @@ def exact(tiny: bool) -> None:
     show("Gradients on the GPU against float64 on the CPU", "dtype|loss|median|worst|of", rows)
 
 
-def base_config(tiny: bool, *, kernels: bool) -> Config:
-    model = TINY if tiny else ONE_BILLION
-    compute = ComputeConfig(dtype="bfloat16", block_sizes=SMALL_BLOCKS if tiny else None)
-    config = Config(model=model, compute=compute, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
-    return using(config, attention_backend="auto", scan_backend="auto") if kernels else config
-
-
 def step(tiny: bool) -> None:
     peak, found = machine(tiny), []
     for tokens in (256, 512) if tiny else (8192, 16384, 32768):
@@ -378,12 +260,12 @@ def packing(tiny: bool) -> None:
 
 
 def scan(tiny: bool) -> None:
-    become(str(ROOT / "scripts" / "bench_scan.py"), *["--interpret"] * tiny)
+    become(str(ROOT / "scripts" / "bench_kernels.py"), "scan", *["--interpret"] * tiny)
 
 
 def attention(tiny: bool) -> None:
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch needs some of the memory
-    bench_attention.measure(tiny, machine(tiny), lambda row: told("attention", **row))
+    bench_kernels.attention(tiny, machine(tiny), lambda row: told("attention", **row))
 
 
 def options(tiny: bool) -> None:
@@ -436,17 +318,87 @@ def conditionals(tiny: bool) -> None:
         print(f"{name}: a turn takes {took[0]:.2f} us, a skipped branch {took[1] - took[0]:.2f} us more")
 
 
+def models(tiny: bool) -> None:
+    """A step of each model, by the admitted kernels."""
+    peak = machine(tiny)
+    for name in ("tiny",) if tiny else ("dense-1b", "moe", "hybrid-4b"):
+        config = replace(base_config(tiny, kernels=True), model=MODELS[name])
+        documents = recordings(256 if tiny else 8192, config.model, 4.0 if tiny else 60.0)
+        flops = planned_flops(config)(report_of(documents, config))
+        for found in variations(config, {name: config}, [documents], peak, 3 if tiny else 8):
+            share = flops / (found["ms"] / 1e3) / peak
+            told("models", name=name, share_of_peak_by_active_weights=round(share, 4))
+        jax.clear_caches()
+
+
+def whole(documents: list[Document]) -> Document:
+    """All of their audio and text as one document."""
+    chunks = [chunk for document in documents for chunk in document.chunks]
+    text = sum(int(document.supervised.sum()) for document in documents)
+    tokens = [3, *np.random.default_rng(1).integers(4, 260, text).tolist()]
+    return Document.splice("whole", tokens, [False] + [True] * text, [chunks], 3)
+
+
+def dense(tiny: bool) -> None:
+    """The same audio and text as recordings and as one document."""
+    peak, config = machine(tiny), base_config(tiny, kernels=True)
+    documents = recordings(256 if tiny else 8192, config.model, 4.0 if tiny else 60.0)
+    groups = {"packed recordings": documents, "one document": [whole(documents)]}
+    found = []
+    for name, group in groups.items():
+        found += variations(config, {name: config}, [group], peak, 3 if tiny else 8)
+    if len(found) == len(groups):
+        packed, one = (row["tokens_per_s"] for row in found)
+        told("dense", packed_share_of_dense=round(packed / one, 3))
+
+
 SECTIONS: dict[str, Callable[[bool], Any]] = {
     "machine": machine,
     "kernels": kernels,
     "exact": exact,
+    "models": models,
+    "dense": dense,
     "step": step,
     "packing": packing,
-    "scan": scan,
     "attention": attention,
     "options": options,
+    "scan": scan,
     "conditionals": conditionals,
 }
+"""By name, the most important first."""
+
+
+def kept(section: str, out: Path, tiny: bool) -> dict[str, Any] | None:
+    """What a section left; None if it has not run, or not at this size."""
+    path = out / f"{section}.json"
+    found: dict[str, Any] | None = json.loads(path.read_text()) if path.exists() else None
+    return found if found and found["tiny"] == tiny else None
+
+
+def report(out: Path, tiny: bool) -> str:
+    """The page: a table of each section's results."""
+    told_machine = ((kept("machine", out, tiny) or {}).get("results") or [{}])[0]
+    where = ", ".join(f"{k} {v}" for k, v in told_machine.items() if k != "section") or "not known"
+    page = ["# What was checked on this machine\n", f"{where}\n"]
+    if tiny or told_machine.get("device", "cpu").lower() == "cpu":
+        page.append("A trial on a CPU: **nothing here has run on a GPU.**\n")
+    for section in SECTIONS:
+        found = kept(section, out, tiny)
+        page.append(f"## {section}\n\n{found['outcome'] if found else 'not yet run'}\n")
+        page += tables(found["results"] if found else [])
+    return "\n".join(page)
+
+
+def tables(results: list[dict[str, Any]]) -> list[str]:
+    """Markdown tables: rows with the same columns under one head."""
+    by_columns: dict[tuple[str, ...], list[dict[str, Any]]] = {}
+    for row in results:
+        by_columns.setdefault(tuple(k for k in row if k not in ("section", "losses")), []).append(row)
+    found = []
+    for columns, rows in by_columns.items():
+        lines = [columns, ["---"] * len(columns), *([str(row[c]) for c in columns] for row in rows)]
+        found.append("\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n")
+    return found
 
 
 def main() -> None:
@@ -455,7 +407,7 @@ def main() -> None:
     )
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--minutes", type=float, default=9.5, help="for all of it")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="keeps what was found, and goes on from it")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
@@ -463,24 +415,32 @@ def main() -> None:
     if given.section:
         SECTIONS[given.section](given.tiny)
         return
+    out = given.out or Path(tempfile.mkdtemp(prefix="check-gpu-"))
+    out.mkdir(parents=True, exist_ok=True)
     # Sections share compiled programs and XLA's kernel choices.
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", tempfile.mkdtemp(prefix="check-gpu-"))
-    end, results, failed = time.monotonic() + 60 * given.minutes, [], []
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(out.resolve() / "compiled"))
+    end, failed = time.monotonic() + 60 * given.minutes, []
     for name in given.only:
+        if (kept(name, out, given.tiny) or {}).get("outcome") == "ran":
+            print(f"{name}: ran before", flush=True)
+            continue
         left = end - time.monotonic()
         print(f"\n=== {name} ({left:.0f} s left)", flush=True)
         command = [sys.executable, __file__, "--section", name, *["--tiny"] * given.tiny]
         text, outcome = run_section(command, left)
         print("".join(line for line in text.splitlines(True) if not line.startswith(RESULT)), end="")
-        results += [json.loads(x.removeprefix(RESULT)) for x in text.splitlines() if x.startswith(RESULT)]
+        results = [json.loads(x.removeprefix(RESULT)) for x in text.splitlines() if x.startswith(RESULT)]
+        found = {"outcome": outcome or "ran", "tiny": given.tiny, "results": results}
+        (out / f"{name}.txt").write_text(text)
+        write_atomically(out / f"{name}.json", [json.dumps(found, indent=1) + "\n"])
+        write_atomically(out / "report.md", [report(out, given.tiny)])
         if outcome:
             failed.append(name)
             print(f"{name}: {outcome}")
-        if given.out:
-            given.out.mkdir(parents=True, exist_ok=True)
-            (given.out / f"{name}.txt").write_text(text)
-            (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n")
-    print(f"\n{len(given.only) - len(failed)} of {len(given.only)} sections ran; failed: {failed or 'none'}")
+    done = len(given.only) - len(failed)
+    print(
+        f"\n{done} of {len(given.only)} sections ran; failed: {', '.join(failed) or 'none'}; {out}/report.md"
+    )
     if given.check and failed:
         sys.exit(1)
 

@@ -1,20 +1,27 @@
 """The figures of README and docs: lists them with their age, measures them again, and renders the pages.
 
     python scripts/claims.py                                    all claims, with values, bounds and age
+    python scripts/claims.py --stale                            those whose code has changed since
     python scripts/claims.py --run packing survival [--write]   runs their commands again and compares
+    python scripts/claims.py --run stale --write --minutes 60   as many stale ones as fit; again: the rest
     python scripts/claims.py --run all --input FILE=my.jsonl --input PYTHON=torch-env/bin/python
     python scripts/claims.py --run all --read runs/claims/X     reads the logs of an earlier run instead
     python scripts/claims.py --render                           writes the figures into the pages
+    python scripts/claims.py --verify                           whether file, texts and pages agree
 
 The claims are docs/claims/claims.toml; the texts that hold their figures are docs/claims/texts.md. --run
 needs an idle machine, runs one command after the other, and keeps what each prints in runs/claims. A claim
 holds if its command ends with status 0 and every value is within its bound. --write puts the new values of
-the claims that hold into the file, with date, commit, machine and versions, and renders the pages. Exits 1 if
-a claim does not hold or a command fails; the others are measured and written all the same.
+the claims that hold into the file, with date, commit, machine, versions and a digest of the claim's code, and
+renders the pages. A claim is stale where that digest is another one now: what a docstring says, or where a
+function lies, does not change it (scripts/measurements/code.py). Exits 1 if a claim does not hold or a
+command fails; the others are measured and written all the same.
 """
 
 import argparse
+import math
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from datetime import date, datetime
 from pathlib import Path
@@ -24,8 +31,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.terminal.tables import table
 from scripts.measurements.claims_file import Claim, Claims, load, shown, write_measured
-from scripts.measurements.pages import parts, render_all
-from scripts.measurements.running import Outcome, changed_files, git, measured_now, outcome, run
+from scripts.measurements.code import digest
+from scripts.measurements.pages import FIGURE, all_pages, parts, render, render_all
+from scripts.measurements.running import Outcome, changed_files, measured_now, outcome, run
 
 ROOT = Path(__file__).parents[1]
 
@@ -38,7 +46,10 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--run", nargs="+", metavar="CLAIM", help="claims to measure again; all: every one")
+    parser.add_argument("--run", nargs="+", metavar="CLAIM", help="claims to measure again; or all, or stale")
+    parser.add_argument("--stale", action="store_true", help="list the claims whose code has changed")
+    parser.add_argument("--minutes", type=float, help="begin no claim that would end later than this")
+    parser.add_argument("--verify", action="store_true", help="exit 1 where file, texts and pages disagree")
     parser.add_argument("--write", action="store_true", help="keep the new values of the claims that hold")
     parser.add_argument("--render", action="store_true", help="write the figures into README and docs")
     parser.add_argument("--read", type=Path, metavar="FOLDER", help="logs to read instead of running")
@@ -60,31 +71,67 @@ def main(argv: Sequence[str] | None = None) -> None:
     held = True
     if options.run:
         held = run_again(load(file), options)
-    elif not options.render:
-        print(listing(load(file), options.root))
+    elif options.stale or not (options.render or options.verify):
+        print(listing(load(file), options.root, only_stale=options.stale))
     if options.render or options.write:
         for page in render_all(options.root, parts(file.with_name("texts.md")), load(file).claims):
             print(f"rendered {page}")
+    if options.verify:
+        faults = list(disagreements(load(file), options.root))
+        print("\n".join([*faults, f"{len(faults)} faults"]))
+        held = held and not faults
     if not held:
         sys.exit(1)
 
 
-def listing(claims: Claims, root: Path) -> str:
-    """All values with their bounds, and the age of each claim."""
+def listing(claims: Claims, root: Path, *, only_stale: bool) -> str:
+    """All values with their bounds, and the age of each claim; or only the stale claims."""
+    why = {name: staleness(claim, root) for name, claim in claims.claims.items()}
+    shown_claims = [claim for name, claim in claims.claims.items() if why[name] or not only_stale]
     rows = []
-    for claim in claims.claims.values():
-        days, commits = (date.today() - claim.measured.date).days, commits_since(claim.measured.commit, root)
-        age = [days, commits, "by hand" if claim.by_hand else f"{claim.minutes} min"]
-        for name, value in claim.values.items():
+    for claim in shown_claims:
+        days = (date.today() - claim.measured.date).days
+        state = why[claim.name] or "as measured"
+        age = [days, state, "by hand" if claim.by_hand else f"{claim.minutes} min"]
+        for name, value in list(claim.values.items())[: 1 if only_stale else None]:
             rows.append([f"{claim.name}.{name}", shown(value.value), value.unit, value.bound, *age])
             age = ["", "", ""]
-    claimed = "\n".join(f"  {claim.name}: {claim.what}" for claim in claims.claims.values())
-    columns = "|value|unit|bound|days old|commits behind|takes"
-    return f"{claimed}\n\n{table(f'Claims of {claims_of(root)}', columns, rows, left=(0, 2, 3))}"
+    told = "\n".join(f"  {claim.name}: {claim.what}" for claim in shown_claims)
+    summary = f"{sum(map(bool, why.values()))} of {len(why)} claims are stale"
+    columns = "|value|unit|bound|days old|its code|takes"
+    shown_table = table(f"Claims of {claims_of(root)}", columns, rows, left=(0, 2, 3, 5)) if rows else ""
+    return f"{told}\n\n{shown_table}\n{summary}"
 
 
-def commits_since(commit: str, root: Path) -> str:
-    return git(root, "rev-list", "--count", f"{commit.split()[0]}..HEAD") or "?"
+def staleness(claim: Claim, root: Path) -> str:
+    """Why a claim is stale; "" where its code is as it was measured."""
+    if not claim.measured.code:
+        return "unknown, measured before digests"
+    return "" if digest(root, claim.code) == claim.measured.code else "has changed"
+
+
+def disagreements(claims: Claims, root: Path) -> Iterator[str]:
+    """What is wrong with the file, its texts and the pages, a line each."""
+    texts, pages = parts(claims_of(root).with_name("texts.md")), all_pages(root)
+    for claim in claims.claims.values():
+        if missing := [path for path in claim.code if not (root / path).exists()]:
+            yield f"{claim.name}: {', '.join(missing)}: not there; expected code that its values depend on"
+        if claim.shown not in claim.command:
+            yield f"{claim.name}: shown is no part of its command"
+        if claim.measured.date > date.today():
+            yield f"{claim.name}: measured on {claim.measured.date}, which is to come"
+        for name, value in claim.values.items():
+            if not value.holds(value.value):
+                yield f"{claim.name}.{name} is {value.value}, expected {value.bound}"
+    for page in pages:
+        if page.read_text() != render(page, texts, claims.claims):
+            yield f"{page}: edit docs/claims, not the page; then run python scripts/claims.py --render"
+    on_pages = [name for page in pages for name in parts(page)]
+    if sorted(on_pages) != sorted(texts):
+        yield f"the parts {sorted(set(texts) ^ set(on_pages))} are not on one page and in the texts"
+    used = {claim for text in texts.values() for claim, *_ in FIGURE.findall(text)}
+    if unused := claims.claims.keys() - used:
+        yield f"no part shows a figure of {', '.join(sorted(unused))}"
 
 
 def run_again(claims: Claims, options: argparse.Namespace) -> bool:
@@ -94,9 +141,14 @@ def run_again(claims: Claims, options: argparse.Namespace) -> bool:
         print(f"The work tree has changes that are not committed: {len(changed)} files, {first} ...")
     rows: list[list[str]] = []
     problems: dict[str, list[str]] = {}
-    chosen = claims.chosen(options.run)
+    names = options.run
+    if "stale" in names:
+        names = [*names, *(name for name, claim in claims.claims.items() if staleness(claim, options.root))]
+    chosen = claims.chosen([name for name in names if name != "stale"])
     by_hand = [claim for claim in chosen if claim.by_hand]
+    count = 0
     for claim, result in outcomes([x for x in chosen if not x.by_hand], claims, options):
+        count += 1
         failed = [result] if isinstance(result, str) else result.problems
         print(f"  {'FAILS' if failed else 'holds'}  {'; '.join(failed)}".rstrip(), flush=True)
         if failed:
@@ -111,7 +163,7 @@ def run_again(claims: Claims, options: argparse.Namespace) -> bool:
         print(f"by hand, not run: {claim.name}: {claim.by_hand}")
     for name, found in problems.items():
         print(f"no longer holds: {name}: {'; '.join(found)}")
-    print(f"{len(chosen) - len(by_hand) - len(problems)} of {len(chosen) - len(by_hand)} claims hold")
+    print(f"{count - len(problems)} of {count} claims hold")
     if problems:
         print("Mend the code, or change bound, value and text in docs/claims to what is so today.")
     return not problems
@@ -124,14 +176,18 @@ def outcomes(
     inputs = {**claims.inputs, **given_inputs(options.input, claims)}
     folder = options.read
     if folder is None:
-        folder = options.root / "runs" / "claims" / datetime.now().strftime("%Y-%m-%d_%H%M%S")
+        folder = options.root / "runs" / "claims" / datetime.now().strftime("%Y-%m-%d_%H%M%S_%f")
         folder.mkdir(parents=True)
-    for claim in chosen:
+    end = time.monotonic() + 60 * (options.minutes or math.inf)
+    for number, claim in enumerate(chosen):
+        if number and time.monotonic() + 60 * claim.minutes > end:
+            print(f"{len(chosen) - number} claims are left, the next is {claim.name}: give the command again")
+            return
         log = folder / f"{claim.name}.log"
         print(f"{claim.name} (about {claim.minutes} min): {claim.command}\n  {log}", flush=True)
         try:
             if options.read is None:
-                now = measured_now(options.root, options.machine)
+                now = measured_now(claim, options.root, options.machine)
                 limit = options.limit or 3 * claim.minutes + 5
                 run(claim, inputs, now, log, options.root, limit)
             yield claim, outcome(claim, log)

@@ -13,7 +13,7 @@ the operations that are recorded in CUDA graphs, those the host still launches b
 the host, kernels), and where collectives are: CUDA is reported to refuse those that are nodes of a loop or
 conditional inside a graph. Exits 1 where there are any.
 
---costs prints what the step would take (jaxthd/planning/step_costs.py): kernels, operations, bytes and a
+--costs prints what the step would take (scripts/gpu_costs.py): kernels, operations, bytes and a
 bound on the time, by part of the model, by kind, by loop and by line of source; and a bound on the share of
 the bf16 peak. What GPUs exchange may go on beside their kernels; the bound if it never does is printed too.
 Loops whose trips depend on the data turn as often as real lengths of recordings ask for.
@@ -22,18 +22,26 @@ such as compute.block_sizes.attention, mesh.fsdp or train.optimizer_options=firs
 """
 
 import argparse
+import importlib
+import logging
+import os
+import shutil
 import sys
+import tempfile
+import time
 from collections import Counter
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import jax
 import numpy as np
+from jax._src import xla_bridge  # the public interface finds plugins only when a back-end starts
+from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import BlockSizes, Config, DataConfig, MeshConfig
@@ -42,21 +50,27 @@ from jaxthd.models.stacks import to_stages
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import AXES, batch_specs
 from jaxthd.planning.compiled_step import abstract_batch
-from jaxthd.planning.hlo import parse
-from jaxthd.planning.kernel_costs import H100
 from jaxthd.planning.model_flops import model_flops
-from jaxthd.planning.pallas_work import pallas_work
-from jaxthd.planning.step_costs import Launched, StepCosts, by, step_costs
-from jaxthd.planning.thunks import GRAPH, Thunk, recorded, thunks
-from jaxthd.planning.trips import expected_trips
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
 from jaxthd.terminal.tables import show, size_text
 from jaxthd.validate import DeviceFacts, validate
-from scripts import h100
-from scripts.check_gpu import attention_and_scan_flops, base_config, recordings, rows_of
-from scripts.gpu_models import MODELS, report_of
+from scripts.benchmark import changed
+from scripts.gpu_costs import H100, Launched, StepCosts, by, expected_trips, pallas_work, step_costs
+from scripts.gpu_models import (
+    MODELS,
+    attention_and_scan_flops,
+    base_config,
+    recordings,
+    report_of,
+    rows_of,
+)
+from scripts.gpu_program import GRAPH, Thunk, parse, recorded, thunks
+
+os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
+os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+jax.config.update("jax_platforms", "cpu")
 
 LOOK_AHEAD = 8
 """Documents that wait for a buffer they fit in, as the packer's open buffers hold them."""
@@ -85,21 +99,101 @@ COLLECTIVES = (
     "kRaggedAllToAll",
     "kGroup",
 )
+DESCRIPTION = """
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 19 patch: 0 }
+device_description_str: "NVIDIA H100 80GB HBM3"
+gpu_device_info {
+  name: "NVIDIA H100 80GB HBM3"
+  device_vendor: "NVIDIA Corporation"
+  platform_version: "Compute Capability 9.0a"
+  cuda_compute_capability { major: 9 minor: 0 feature_extension: ACCELERATED_FEATURES }
+  core_count: 132
+  fpus_per_core: 128
+  clock_rate_ghz: 1.98
+  device_memory_size: 84942979072
+  memory_bandwidth: 3352320000000
+  l2_cache_size: 52428800
+  device_address_bits: 64
+  threads_per_warp: 32
+  threads_per_block_limit: 1024
+  threads_per_core_limit: 2048
+  shared_memory_per_block: 49152
+  shared_memory_per_block_optin: 232448
+  shared_memory_per_core: 233472
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  driver_version: "13.0.0"
+  runtime_version: "13.0.0"
+  compile_time_toolkit_version: "13.0.0"
+  dnn_version: "9.19.0"
+}
+"""
+"""An H100, in XLA's own form of description."""
 
 
-def changed(config: Config, settings: list[str]) -> Config:
-    for text in settings:
-        name, _, value = text.partition("=")
-        if name.startswith("xla_"):
-            options = (*config.compute.xla_options, text)
-            config = using(config, xla_options=options)
-            continue
-        old = attrgetter(name)(config)
-        new: Any = (*old, value) if isinstance(old, tuple) else value
-        if not isinstance(old, (str, tuple)):
-            new = type(old)(float(value))
-        config = with_value(config, name.split("."), new)
-    return config
+def devices(count: int) -> list[Any]:
+    """So many H100s that are described and not there. Call it before a back-end of jax starts."""
+    logging.getLogger("jax._src.xla_bridge").setLevel(logging.CRITICAL)  # it reports that there is no GPU
+    xla_bridge.discover_pjrt_plugins()
+    # What Pallas would ask the device.
+    gpu_info = importlib.import_module("jax._src.pallas.triton.gpu_info")
+    for name, answer in {"get_device_kind": "NVIDIA H100 80GB HBM3", "get_device_platform": "gpu"}.items():
+        if hasattr(gpu_info, name):
+            setattr(gpu_info, name, lambda answer=answer: answer)
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=DESCRIPTION, topology=f"1x1x{count}"
+    )
+    return list(topology.devices)
+
+
+class Files(NamedTuple):
+    """What XLA wrote. text: the optimised program. sequence, metadata: the tree of what is launched, and the
+    instruction of each entry."""
+
+    text: str
+    sequence: str
+    metadata: str
+
+
+def read_files(folder: str, name: str) -> Files:
+    """XLA's files about the program whose function's name holds `name`."""
+
+    def written(ending: str) -> str:
+        (found,) = Path(folder).glob(f"*{name}*{ending}.txt")
+        return found.read_text()
+
+    endings = "gpu_after_optimizations", "thunk_sequence_after_thunk_passes", "thunk_metadata"
+    return Files(*map(written, endings))
+
+
+class Compiled(NamedTuple):
+    """program: jax's. seconds: that the compiler took."""
+
+    program: Any
+    files: Files
+    seconds: float
+
+
+def compiled(lowered: Any, name: str, keep: str | None = None) -> Compiled:
+    """Compiles a lowered program whose function's name holds `name`. Exits if ptxas is missing.
+
+    keep: a folder for all that XLA writes about the program.
+    """
+    if shutil.which("ptxas") is None:
+        sys.exit("CUDA's ptxas is not on the PATH; expected it, for XLA's kernels: add CUDA's bin")
+    with nullcontext(keep) if keep else tempfile.TemporaryDirectory() as folder:
+        start = time.perf_counter()
+        # Autotuning needs the device.
+        options = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
+        program = lowered.compile(compiler_options=options)
+        return Compiled(program, read_files(folder, name), time.perf_counter() - start)
 
 
 def with_value(settings: Any, path: list[str], value: Any) -> Any:
@@ -131,7 +225,7 @@ def config_of(given: argparse.Namespace) -> Config:
 def lowered(config: Config) -> Any:
     """The training step, lowered for H100s."""
     mesh = Mesh(
-        np.array(h100.devices(config.mesh.devices)).reshape(config.mesh.sizes),
+        np.array(devices(config.mesh.devices)).reshape(config.mesh.sizes),
         AXES,
         axis_types=(AxisType.Auto,) * len(AXES),
     )
@@ -167,7 +261,7 @@ def documents_of(config: Config) -> list[Document]:
     return found
 
 
-def show_costs(config: Config, found: h100.Files) -> None:
+def show_costs(config: Config, found: Files) -> None:
     documents = documents_of(config)
     batch, _ = rows_of([documents], config.model)
     trips = expected_trips(config, batch)
@@ -181,7 +275,7 @@ def show_costs(config: Config, found: h100.Files) -> None:
     show_sums("By part of the model", costs, lambda k: k.part)
     show_sums("By kind of kernel", costs, lambda k: k.kind)
     show_loops(costs)
-    show_sums("The ten dearest places", costs, lambda k: k.place, most=10)
+    show_sums("The ten costliest places", costs, lambda k: k.place, most=10)
     kernels = sum(k.times for k in costs.kernels)
     own = sum(k.times * k.roofline for k in costs.kernels if k.kind != "collective")
     bound = max(own, costs.exchange)
@@ -254,9 +348,9 @@ def main() -> None:
     for warning in validate(config, DeviceFacts("gpu", config.mesh.devices, "NVIDIA H100", "9.0")):
         print(f"warning: {warning}")
     if given.read:
-        show_costs(config, h100.read(given.read, "train_step"))
+        show_costs(config, read_files(given.read, "train_step"))
         return
-    found = h100.compiled(lowered(config), "train_step", given.keep)
+    found = compiled(lowered(config), "train_step", given.keep)
     memory, launched = found.program.memory_analysis(), list(thunks(found.files.sequence))
     tokens = config.data.capacity
     print(f"jax {jax.__version__}, {config.compute.dtype}, {tokens:,} tokens a buffer, mesh {given.mesh}")

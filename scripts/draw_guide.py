@@ -17,13 +17,13 @@ from typing import Any, NamedTuple
 import jax
 import matplotlib.style
 import numpy as np
-from jaxtyping import Shaped
+from jaxtyping import Bool, Float, Int, Shaped
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
 from jaxthd.figures.colors import FAINT, HUES, INK, PADDING, light, tint
-from scripts.draw_packing import hues, slot_colors, slot_legend
 from scripts.guide_numbers import (
     AUDIO,
     CAPACITY,
@@ -47,6 +47,26 @@ class Drawing(NamedTuple):
 
     numbers: Callable[[], Numbers]
     draw: Callable[[Numbers], Figure]
+
+
+def hues(ids: Int[np.ndarray, "*slots"]) -> Float[np.ndarray, "*slots 3"]:
+    """RGB of documents, one hue after the other by segment id; grey for padding."""
+    return np.array([to_rgb(h) for h in (PADDING, *HUES)])[np.where(ids > 0, (ids - 1) % len(HUES) + 1, 0)]
+
+
+def slot_colors(ids: Int[np.ndarray, " T"], audio: Bool[np.ndarray, " T"]) -> Float[np.ndarray, "T 3"]:
+    """RGB of each slot: the document's hue for audio, its light tint for text, grey for padding."""
+    rgb = hues(ids)
+    return np.where((audio | (ids == 0))[:, None], rgb, tint(rgb))
+
+
+def slot_legend() -> list[Patch]:
+    """Legend entries for slot_colors."""
+    return [
+        Patch(facecolor=HUES[0], label="audio slots of a document (encoder frames)"),
+        Patch(facecolor=light(HUES[0]), label="its text tokens"),
+        Patch(facecolor=PADDING, label="padding"),
+    ]
 
 
 def stretches(*rows: Shaped[np.ndarray, " n"]) -> list[tuple[int, int]]:

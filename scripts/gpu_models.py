@@ -1,12 +1,63 @@
-"""The models whose steps scripts/compile_for_gpu.py compiles, each with an encoder and packed speech."""
+"""What check_gpu and compile_for_gpu compute: models, documents of recordings, operations of a step."""
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig, RopeConfig
+import jax
+import numpy as np
+from flax import nnx
+
+from jaxthd.config import (
+    ComputeConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    LLMConfig,
+    ModelConfig,
+    RopeConfig,
+    TrainConfig,
+)
+from jaxthd.config.compute import SMALL_BLOCKS
 from jaxthd.data.loader import BatchReport, RowReport
+from jaxthd.kernels.choose import using
+from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
-from scripts.check_gpu import ONE_BILLION, TINY
+from jaxthd.packing.pack import pack_row
+from jaxthd.steps.blueprint import Blueprint
 
+ONE_BILLION = ModelConfig(
+    encoder=EncoderConfig(layers=17, dim=512, heads=8, ffn_dim=2048, subsampling_channels=256),
+    llm=LLMConfig(
+        pattern="M-M-M*-" * 5,
+        vocab_size=32768,
+        dim=2048,
+        q_heads=16,
+        kv_heads=4,
+        head_dim=128,
+        ffn_dim=8192,
+        mamba_heads=64,
+        mamba_head_dim=64,
+        mamba_state=128,
+        mamba_groups=8,
+    ),
+    adapter_dim=2048,
+)
+TINY = ModelConfig(
+    encoder=EncoderConfig(layers=1, dim=32, heads=2, ffn_dim=64, subsampling_channels=8),
+    llm=LLMConfig(
+        pattern="M-M*-",
+        dim=64,
+        q_heads=2,
+        kv_heads=1,
+        head_dim=32,
+        ffn_dim=128,
+        mamba_heads=4,
+        mamba_head_dim=16,
+        mamba_state=16,
+    ),
+    adapter_dim=32,
+)
 ENCODER = EncoderConfig(
     num_mels=128,
     layers=24,
@@ -66,8 +117,87 @@ MODELS = {
 }
 
 
+def base_config(tiny: bool, *, kernels: bool) -> Config:
+    model = TINY if tiny else ONE_BILLION
+    compute = ComputeConfig(dtype="bfloat16", block_sizes=SMALL_BLOCKS if tiny else None)
+    config = Config(model=model, compute=compute, train=TrainConfig(warmup_steps=2, learning_rate=1e-4))
+    return using(config, attention_backend="auto", scan_backend="auto") if kernels else config
+
+
+def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed: int = 0) -> list[Document]:
+    """Documents of one recording and its transcript, with the lengths of real recordings: 1 s to a minute,
+    half of them under 8 s. Together they take at most `slots` token slots.
+    """
+    rng = np.random.default_rng(seed)
+    documents: list[Document] = []
+    while True:
+        length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
+        frames, text = round(100 * length), 6 + round(3.5 * length)
+        chunks, per_chunk = [], model.audio_encoder.chunk_frames - 1
+        for start in range(0, frames, per_chunk):
+            size = (min(per_chunk, frames - start), model.audio_encoder.num_mels)
+            chunks.append(rng.standard_normal(size, np.float32))
+        tokens = [3, *rng.integers(4, min(model.llm.vocab_size, 260), text).tolist()]
+        document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [chunks], 3)
+        slots -= len(document)
+        if slots < 0:
+            return documents
+        documents.append(document)
+
+
+def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[Batch, DataConfig]:
+    """One row for each group; all rows are as long as the longest needs."""
+
+    def multiple(n: int, of: int) -> int:
+        return -(-n // of) * of
+
+    capacity = multiple(max(sum(map(len, group)) for group in groups), 128)
+    frames = multiple(max(sum(d.mel_frames for d in group) for group in groups), 128)
+    sizes: dict[str, Any] = {
+        "capacity": capacity,
+        "audio_capacity": frames,
+        "max_documents": max(map(len, groups)),
+    }
+    rows = [pack_row(group, **sizes, num_mels=model.audio_encoder.num_mels)[0] for group in groups]
+    batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
+    return batch, DataConfig(rows=len(groups), workers=0, **sizes)
+
+
+def parameters(config: Config) -> dict[str, int]:
+    """Numbers of matrix elements that one token, or one encoder frame, is multiplied with."""
+    found = {"encoder": 0, "decoder": 0}
+    for path, variable in nnx.to_flat_state(nnx.state(Blueprint(config).model, nnx.Param)):
+        if variable.get_metadata("decayed") and path[0] not in ("embedding", "head"):
+            found["encoder" if path[0] in ("encoder", "adapter") else "decoder"] += variable.size
+    return found
+
+
+def model_flops(config: Config, documents: Sequence[Document]) -> float:
+    """FLOPs of a step, forward and backward, without recomputation and padding."""
+    llm, matrices = config.model.llm, parameters(config)
+    tokens = sum(map(len, documents))
+    frames = sum(d.mel_frames for d in documents) / 8
+    supervised = sum(int(d.supervised.sum()) for d in documents)
+    of_weights = (
+        matrices["decoder"] * tokens + matrices["encoder"] * frames + llm.vocab_size * llm.dim * supervised
+    )
+    return 6 * of_weights + attention_and_scan_flops(config, documents)
+
+
+def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> float:
+    """Of attention's scores and values over allowed pairs only, in decoder and encoder, and of Mamba2's
+    states, as a recurrence would compute them; forward and backward."""
+    llm, encoder = config.model.llm, config.model.audio_encoder
+    pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents) * llm.letters.count("*")
+    chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]
+    attended = sum(n * n for n in chunks) * encoder.layers
+    state = 2 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
+    scanned = llm.letters.count("M") * sum(map(len, documents)) * state
+    return 6 * (2 * pairs * llm.q_heads * llm.head_dim + 2 * attended * encoder.dim + scanned)
+
+
 def report_of(documents: list[Document], config: Config) -> BatchReport:
-    """That of a step with these documents."""
+    """The report of a step with these documents."""
     tokens, frames = sum(map(len, documents)), sum(d.mel_frames for d in documents)
     supervised = sum(int(d.supervised.sum()) for d in documents)
     row = RowReport(

@@ -5,12 +5,13 @@ Legend: R rows, T tokens of a row, C context ranks, s ring steps, L (lo, hi), n 
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
+from jaxtyping import Bool, Float, Int
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
 from jaxthd.ops.scan.ssd import ssd_and_states
@@ -18,13 +19,12 @@ from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
+from jaxthd.packing.layout import ContextLayout, DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.packing.thd_view import thd_view
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.schedule import make_schedule
-from scripts.draw_packing import Buffer, document_order
 
 CAPACITY, RANKS = 128, 4
 CHUNK = CAPACITY // (2 * RANKS)
@@ -38,6 +38,32 @@ DECAY = 0.08
 LAYOUTS = {"buffer": "the whole buffer is divided", "document": "each document is divided"}
 
 Numbers = dict[str, Any]
+
+
+class Buffer(NamedTuple):
+    """A row of a batch in document order, with the fields of Batch; the context layout is undone.
+
+    ids: the number of the token's document. segments: Batch.segment_ids.
+    """
+
+    ids: Int[np.ndarray, " T"]
+    segments: Int[np.ndarray, " T"]
+    positions: Int[np.ndarray, " T"]
+    audio_slots: Int[np.ndarray, " T"]
+    weights: Float[np.ndarray, " T"]
+
+    @property
+    def audio(self) -> Bool[np.ndarray, " T"]:
+        return self.audio_slots >= 0
+
+
+def document_order(batch: Batch, row: int, config: Config) -> Buffer:
+    """A row of the batch, in the order before it was laid out over the context ranks of `config`."""
+    ids, cuts = np.asarray(batch.segment_ids)[row], batch.cuts_of(row)
+    back = ContextLayout.of(config).inverse(ids, cuts)
+    audio_slots = batch.audio_slots if batch.has_audio else np.full_like(batch.segment_ids, -1)
+    fields = batch.documents, batch.segment_ids, batch.positions, audio_slots, batch.weights
+    return Buffer(*(np.asarray(x)[row][back] for x in fields))
 
 
 def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]) -> Document:

@@ -78,7 +78,7 @@ REMOVED: dict[str, dict[str, Removed]] = {
         ),
         "max_skipped_steps": Removed(10, "a run stops after 10 steps in a row that are not finite"),
         "draw_last_batch": Removed(
-            False, "docs/packing.md has pictures of buffers, by scripts/draw_packing.py"
+            False, "docs/packing.md has pictures of buffers, by scripts/draw_guide.py"
         ),
     },
 }

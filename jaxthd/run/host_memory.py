@@ -11,9 +11,9 @@ def keep_freed_memory() -> bool:
 
     A program on CPUs asks for its temporary memory anew in each step. glibc gives arrays of that size back to
     the system at once, and the system fills each page with zeros when it is touched again: a sixth of the
-    time of a small step (scripts/profile_step.py measures it). Arrays over 64 MiB that another thread than
-    the main one allocates are given back all the same: so programs of one CPU device run in the thread that
-    calls them (startup.py). Later allocations in the process are treated alike.
+    time of a small step (docs/decisions/host_memory.md). Arrays over 64 MiB that another thread than the main
+    one allocates are given back all the same: so programs of one CPU device run in the thread that calls them
+    (startup.py). Later allocations in the process are treated alike.
     """
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):

@@ -5,15 +5,18 @@ A claim is a table of the file:
     [packing]
     what = "Packed batches are as fast as padded ones, times what the padding cost."
     command = "python scripts/bench_packing.py --manifest FILE --check"
+    of = ["jaxthd/packing", "jaxthd/steps"]
     minutes = 12
-    measured = { date = 2026-11-20, commit = "546d7b1", machine = "2 CPU cores", versions = "jax 0.10.2" }
+    measured = { date = 2026-11-20, commit = "546d7b1", machine = "2", versions = "jax 0.10.2", code = "1f" }
     [packing.values]
     random = { value = 11.4, unit = "times", bound = ">= 9.5", read = 'packed over random +([\\d.]+)' }
 
 `command` is one bash line, run from the root of the repository. In it FILE, PYTHON and the like are names of
 [inputs]; WORK is a new, empty folder. `shown` is the command as the pages print it, where that differs.
-`minutes` is about how long it takes. A claim has `by_hand` in place of a command where no command prints its
-values: it says how they were found.
+`of` are the files and folders whose code the values depend on, besides the scripts, tests and configs that
+the command names. `code` in `measured` is the digest of that code (scripts/measurements/code.py) as it was
+then, so a claim is stale once the code has changed. `minutes` is about how long it takes. A claim has
+`by_hand` in place of a command where no command prints its values: it says how they were found.
 
 A value is one line. `read` is a regular expression for what the command prints, searched line by line; its
 group is a number. `take` says which match counts, if it has several: first (the default), last, max, min,
@@ -53,12 +56,16 @@ VALUE_LINE = re.compile(r"^(\w+) = \{ value = ([^,\s]+)(, .*)$")
 
 
 class Measured(NamedTuple):
-    """When, where and of which code a claim was measured. versions: of Python, jax and jaxlib."""
+    """When, where and of which code a claim was measured.
+
+    versions: of Python, jax and jaxlib. code: the digest of the claim's code; "" where it was measured before
+    there were digests."""
 
     date: datetime.date
     commit: str
     machine: str
     versions: str
+    code: str = ""
 
 
 @dataclass(frozen=True)
@@ -97,9 +104,15 @@ class Claim:
     minutes: Number
     measured: Measured
     values: Mapping[str, Value]
+    of: Sequence[str]
     command: str = ""
     shown: str = ""
     by_hand: str = ""
+
+    @property
+    def code(self) -> list[str]:
+        """Paths of the code that the values depend on, below the root of the repository."""
+        return [*self.of, *re.findall(r"\b(?:scripts|configs|tests)/[\w/]+\.py\b", self.command)]
 
 
 class Claims(NamedTuple):
@@ -112,7 +125,7 @@ class Claims(NamedTuple):
         """The claims of these names, in the file's order; "all" stands for all of them."""
         if unknown := set(names) - self.claims.keys() - {"all"}:
             raise UserError(
-                f"no claim is called {', '.join(sorted(unknown))}; expected all or some of "
+                f"no claim is called {', '.join(sorted(unknown))}; expected all, stale or some of "
                 f"{', '.join(self.claims)}"
             )
         return [claim for name, claim in self.claims.items() if name in names or "all" in names]
@@ -157,6 +170,8 @@ def load(file: Path) -> Claims:
 
 def _claim(name: str, table: Mapping[str, Any]) -> Claim:
     values = {key: Value(**value) for key, value in table["values"].items()}
+    if not table["of"]:
+        raise ValueError("of is empty; expected the files or folders that the values depend on")
     claim = Claim(name, **{**table, "measured": Measured(**table["measured"]), "values": values})
     if bool(claim.command) == bool(claim.by_hand):
         raise ValueError("it has both command and by_hand, or neither")
@@ -175,8 +190,8 @@ def write_measured(
     file: Path, name: str, measured: Measured, minutes: Number, values: Mapping[str, Number]
 ) -> None:
     """Puts new values, and when and where they were measured, into a claim's lines; nothing else changes."""
-    told = measured._asdict() | {"date": measured.date.isoformat()}
-    inside = [f"{key} = {text if key == 'date' else toml_text(text)}" for key, text in told.items()]
+    fields_of = measured._asdict() | {"date": measured.date.isoformat()}
+    inside = [f"{key} = {x if key == 'date' else toml_text(x)}" for key, x in fields_of.items() if x]
     fields = {"measured": "{ " + ", ".join(inside) + " }", "minutes": str(minutes)}
     lines, section = [], ""
     for line in file.read_text().splitlines():

@@ -22,6 +22,7 @@ from typing import NamedTuple
 
 from jaxthd.errors import UserError
 from scripts.measurements.claims_file import Claim, Measured, Number
+from scripts.measurements.code import digest
 
 HEAD, END = "# measured: ", "# ended: "
 
@@ -48,13 +49,14 @@ def changed_files(root: Path) -> list[str]:
     return git(root, "status", "--porcelain", "--", ".", ":!docs", ":!README.md").splitlines()
 
 
-def measured_now(root: Path, machine: str) -> Measured:
+def measured_now(claim: Claim, root: Path, machine: str) -> Measured:
     """Today, this code and this interpreter's libraries. machine: what to say of it; else its processor."""
     commit = git(root, "rev-parse", "--short=7", "HEAD") or "unknown"
     commit += " with changes" * bool(changed_files(root))
     versions = ", ".join(f"{name} {version(name)}" for name in ("jax", "jaxlib"))
     versions = f"python {platform.python_version()}, {versions}"
-    return Measured(datetime.date.today(), commit, machine or this_machine(), versions)
+    code = digest(root, claim.code)
+    return Measured(datetime.date.today(), commit, machine or this_machine(), versions, code)
 
 
 def this_machine() -> str:

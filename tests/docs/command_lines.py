@@ -272,8 +272,12 @@ def options_of_commands() -> frozenset[str]:
 
 @cache
 def options_of_script(name: str) -> set[str]:
+    """The flags that a script's file names, and those that all benchmarks share."""
     path = ROOT / "scripts" / f"{name}.py"
-    return set(re.findall(r'"(--[\w-]+)"', path.read_text())) if path.is_file() else set()
+    text = path.read_text() if path.is_file() else ""
+    if "scripts.benchmark" in text:
+        text += (ROOT / "scripts" / "benchmark.py").read_text()
+    return set(re.findall(r'"(--[\w-]+)"', text))
 
 
 class _Lazy(dict[str, Any]):

@@ -16,7 +16,8 @@ from tests.docs.reference import REFERENCE
 
 ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
-PAGES = [README, *sorted(page for page in (ROOT / "docs").glob("*.md") if page != REFERENCE)]
+DECISIONS = (ROOT / "docs" / "decisions").glob("*.md")
+PAGES = [README, *sorted(page for page in (*(ROOT / "docs").glob("*.md"), *DECISIONS) if page != REFERENCE)]
 PACKAGE = ROOT / "jaxthd"
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -100,7 +101,10 @@ def test_the_readme_is_short_and_says_early_what_has_not_run() -> None:
 
 def test_every_page_is_found_from_the_readme() -> None:
     links = set(re.findall(r"\]\((docs/\w+\.md)\)", README.read_text()))
-    assert {str(page.relative_to(ROOT)) for page in (*PAGES[1:], REFERENCE)} <= links
+    pages = {page.relative_to(ROOT) for page in (*PAGES[1:], REFERENCE)}
+    assert {str(page) for page in pages if len(page.parts) == 2} <= links
+    named = "".join(page.read_text() for page in PAGES)
+    assert all(f"(decisions/{page.name})" in named for page in pages if len(page.parts) == 3)
 
 
 def test_every_command_is_in_the_readme_s_table() -> None:

@@ -1,4 +1,4 @@
-"""The claims of scripts/bench_context.py, at sizes a test can afford."""
+"""Memory, traffic and work of context parallelism, at sizes a test can afford."""
 
 from dataclasses import replace
 
@@ -7,7 +7,7 @@ import pytest
 
 from jaxthd.config import BlockSizes, ComputeConfig
 from jaxthd.planning.layouts import exchange_bytes
-from scripts import bench_context as bench
+from tests import context_costs as bench
 
 MODEL = replace(bench.TINY, llm=replace(bench.TINY.llm, pattern="M*"))
 COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=32, scan=32))

@@ -1,7 +1,9 @@
-"""Reads the text of a compiled program: its computations, their instructions, and the source lines of each.
+"""Reads what XLA writes about a compiled program: its computations, their instructions, what is launched.
 
-XLA writes it in the same form for CPUs and GPUs (Compiled.as_text(); the dumps of --xla_dump_to). Where jax
-adds the stack of Python calls that made an operation, it is read too.
+The text of a program has the same form for CPUs and GPUs (Compiled.as_text(); the dumps of --xla_dump_to).
+The Python calls that made an operation are read where jax adds them. For a GPU XLA writes two more files: the
+tree of thunks, which are what is launched, some of them in recorded graphs, and for each thunk's number the
+instruction that it runs.
 """
 
 import math
@@ -181,3 +183,35 @@ def _calls(tables: Mapping[str, Mapping[int, str]]) -> dict[int, tuple[Frame, in
         n: (places[field(x, "file_location_id")], max(0, field(x, "parent_frame_id") - 1))
         for n, x in tables.get("StackFrames", {}).items()
     }
+
+
+GRAPH = "kCommandBuffer"
+
+
+class Thunk(NamedTuple):
+    """kind: XLA's, such as kCustomKernel or kWhile. outer: kinds of those around it, from the outside in."""
+
+    number: int
+    kind: str
+    outer: tuple[str, ...]
+
+
+def thunks(sequence: str) -> Iterator[Thunk]:
+    """Each entry of XLA's tree (thunk_sequence_after_thunk_passes.txt)."""
+    stack: list[tuple[int, str]] = []
+    for indent, number, kind in re.findall(r"^( *)(\d+): (k\w+)", sequence, re.MULTILINE):
+        while stack and stack[-1][0] >= len(indent):
+            stack.pop()
+        yield Thunk(int(number), kind, tuple(outer for _, outer in stack))
+        stack.append((len(indent), kind))
+
+
+def recorded(sequence: str, metadata: str) -> frozenset[str]:
+    """The names of the instructions that run in recorded graphs. metadata: thunk_metadata.txt."""
+    names = {
+        int(number): name
+        for name, number in re.findall(r'profile_annotation: "([^"]*)"\s+thunk_id: (\d+)', metadata)
+    }
+    return frozenset(
+        names[thunk.number] for thunk in thunks(sequence) if GRAPH in thunk.outer and thunk.number in names
+    )

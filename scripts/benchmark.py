@@ -1,0 +1,123 @@
+"""The form of a benchmark: options, calls by turns after a warm-up, memory, a table, claims.
+
+A benchmark's main() makes its parser with `benchmark`, times its ways with `by_turns`, shows its table, and
+ends with `conclude`, which exits with status 1 where a claim fails and --check is given.
+"""
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain, zip_longest
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from jaxthd.config import Config
+from jaxthd.terminal.tables import Claim, conclude, show, size_text, table
+
+__all__ = ["Claim", "benchmark", "by_turns", "changed", "conclude", "memory", "show", "size_text", "table"]
+
+Call = Callable[[], Any]
+
+
+def benchmark(doc: str | None, *, manifest: bool = False, rounds: int = 0) -> argparse.ArgumentParser:
+    """The parser of a benchmark with --check. manifest: with --manifest. rounds: the default of --rounds, 0
+    for none."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
+    if manifest:
+        parser.add_argument(
+            "--manifest", type=_path, default="synthetic", help="recordings; else the synthetic speech"
+        )
+    if rounds:
+        parser.add_argument("--rounds", type=int, default=rounds, help="passes over every way")
+    return parser
+
+
+def _path(text: str) -> str:
+    """The path of a manifest; of the synthetic speech, which is made on first use, for "synthetic"."""
+    if text != "synthetic":
+        return text
+    # Benchmarks of kernels run where few of jaxthd's dependencies are installed.
+    from jaxthd.data.sources.synthetic import synthetic_manifests
+
+    return str(synthetic_manifests()[0])
+
+
+def by_turns(
+    ways: Mapping[str, Sequence[Call]],
+    rounds: int,
+    *,
+    wait: Callable[[Any], Any],
+    calls: int = 1,
+    warm_up: Iterable[Call] | None = None,
+) -> dict[str, float]:
+    """Seconds of each way: the sum over its calls of each call's median over the rounds.
+
+    Every call runs once before the clock starts, or those of warm_up. Then the ways alternate, call by call,
+    so that other load on the machine affects them alike. wait: blocks until a call's result is there. calls:
+    how often a call is made back to back in a round; its time is divided by that.
+    """
+    for call in chain(*ways.values()) if warm_up is None else warm_up:
+        wait(call())
+    times: dict[str, list[list[float]]] = {name: [[] for _ in each] for name, each in ways.items()}
+    for _ in range(rounds):
+        for number, together in enumerate(zip_longest(*ways.values())):
+            for name, one in zip(ways, together, strict=True):
+                if one is not None:
+                    start = time.perf_counter()
+                    for _ in range(calls):
+                        result = one()
+                    wait(result)
+                    times[name][number].append((time.perf_counter() - start) / calls)
+    return {name: sum(map(statistics.median, each)) for name, each in times.items()}
+
+
+def changed(config: Config, settings: Iterable[str]) -> Config:
+    """The config with settings such as train.optimizer=lion, or an option of XLA such as xla_x=1.
+
+    A tuple gets one more value, others a value of the type that they have."""
+    for text in filter(None, settings):
+        name, _, value = text.partition("=")
+        if name.startswith("xla_"):
+            name, value = "compute.xla_options", text
+        old = attrgetter(name)(config)
+        new: Any = (*old, value) if isinstance(old, tuple) else value
+        if not isinstance(old, str | tuple):
+            new = type(old)(float(value))
+        config = with_value(config, name.split("."), new)
+    return config
+
+
+def with_value(settings: Any, path: list[str], value: Any) -> Any:
+    """The settings with another value at this path of fields."""
+    name, *rest = path
+    inner = with_value(getattr(settings, name), rest, value) if rest else value
+    return replace(settings, **{name: inner})
+
+
+def memory(program: Any) -> int:
+    """Bytes of a compiled program: arguments, results and temporaries. Results that are written over
+    arguments, as a new state over the old one, count once."""
+    sizes = program.memory_analysis()
+    held = sizes.argument_size_in_bytes + sizes.output_size_in_bytes + sizes.temp_size_in_bytes
+    return held - sizes.alias_size_in_bytes
+
+
+def resident_bytes() -> int:
+    """Resident memory of this process and its children, from /proc."""
+    pages = 0
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if os.getpid() in (parent, int(folder.name)):
+                pages += int((folder / "statm").read_text().split()[1])
+        except OSError:
+            continue  # it has just ended
+    return pages * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,158 @@
+"""The parameters of published sizes, counted from shapes, agree with what their authors give.
+
+Settings are those of the published config.json, or of the file in configs/. Sources of the figures: Qwen
+team, Qwen3 Technical Report (2025); NVIDIA, Nemotron-H (2025), Nemotron Nano 2 (2025), Nemotron 3 (2025);
+OpenAI, gpt-oss model card (2025); DeepSeek-AI, DeepSeek-V3 (2024); Moonshot AI, Moonlight (2025). The exact
+ones are those of the tensors in the published folders.
+"""
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from jaxthd.config import Config, LLMConfig, ModelConfig
+from jaxthd.files.config_file import load_config
+from jaxthd.hf.registry import FAMILIES
+from jaxthd.planning.parameters import parameter_groups
+
+ROOT = Path(__file__).parents[2]
+SOME = ("Qwen3-30B", "3-Super", "GPT-OSS-20B")
+"""Parts of the names of sizes that the ordinary suite counts."""
+
+
+class Size(NamedTuple):
+    """A published size. total: its parameters as published, in billions; digits after the point count."""
+
+    name: str
+    llm: LLMConfig
+    total: str
+
+
+def qwen3(name: str, dim: int, layers: int, heads: tuple[int, int], total: str, **more: Any) -> Size:
+    fields = {
+        "model_type": "qwen3_moe" if "num_experts" in more else "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": dim,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads[0],
+        "num_key_value_heads": heads[1],
+        "head_dim": 128,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6,
+        "tie_word_embeddings": dim < 4096 and "num_experts" not in more,
+        **more,
+    }
+    return Size(f"Qwen3-{name}", read(fields), total)
+
+
+def nemotron(name: str, pattern: str, dim: int, total: str, **more: Any) -> Size:
+    fields = {
+        "model_type": "nemotron_h",
+        "vocab_size": 131072,
+        "hidden_size": dim,
+        "hybrid_override_pattern": pattern,
+        "num_hidden_layers": len(pattern),
+        "head_dim": 128,
+        "mamba_head_dim": 64,
+        "ssm_state_size": 128,
+        "n_groups": 8,
+        "conv_kernel": 4,
+        "layer_norm_epsilon": 1e-5,
+        **more,
+    }
+    return Size(f"Nemotron-{name}", read(fields), total)
+
+
+def read(fields: dict[str, Any]) -> LLMConfig:
+    """The decoder that jaxthd makes of a published config.json."""
+    family = next(f for f in FAMILIES if fields["model_type"] in f.model_types)
+    return family.configure(fields, ModelConfig(encoder=None)).llm
+
+
+def heads(q: int, kv: int, ffn: int) -> dict[str, Any]:
+    return {"num_attention_heads": q, "num_key_value_heads": kv, "intermediate_size": ffn}
+
+
+def of_config(name: str) -> LLMConfig:
+    return load_config(ROOT / "configs" / f"{name}.py").model.llm
+
+
+def sizes() -> Iterator[Size]:
+    moe: dict[str, Any] = {
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "norm_topk_prob": True,
+        "intermediate_size": 0,
+    }
+    yield qwen3("0.6B", 1024, 28, (16, 8), "0.6", intermediate_size=3072)
+    yield qwen3("1.7B", 2048, 28, (16, 8), "1.7", intermediate_size=6144)
+    yield qwen3("4B", 2560, 36, (32, 8), "4.0", intermediate_size=9728)
+    yield qwen3("8B", 4096, 36, (32, 8), "8.2", intermediate_size=12288)
+    yield qwen3("14B", 5120, 40, (40, 8), "14.8", intermediate_size=17408)
+    yield qwen3("32B", 5120, 64, (64, 8), "32.8", intermediate_size=25600)
+    yield qwen3("30B-A3B", 2048, 48, (32, 4), "30.5", **moe, moe_intermediate_size=768)
+    yield qwen3("235B-A22B", 4096, 94, (64, 4), "235", **moe, moe_intermediate_size=1536)
+    blocks = "M-M-M-M*" + "-M-M-M-M-M*" * 3
+    eight, large = blocks + "-M-M-M-M-M-", blocks + "-M-M-M-M-M*" * 6 + "-M-M-M-M-M-"
+    yield nemotron("H-8B", eight, 4096, "8", **heads(32, 8, 21504), mamba_num_heads=128)
+    wide: dict[str, Any] = {"mamba_num_heads": 256, "ssm_state_size": 256}
+    yield nemotron("H-56B", large, 8192, "56", **heads(64, 8, 32768), **wide)
+    nine = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+    deep: dict[str, Any] = {"mamba_num_heads": 128, "mamba_head_dim": 80}
+    yield nemotron("Nano-9B-v2", nine, 4480, "8.89", **heads(40, 8, 15680), **deep)
+    yield Size("Nemotron-3-Nano", of_config("nemotron3_nano"), "31.6")
+    yield nemotron(
+        "3-Super, MTP included",
+        "MEMEMEM*E" + "MEMEMEM*E" * 2 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
+        4096,
+        "123.611012096",
+        **heads(32, 2, 2688),
+        mamba_num_heads=128,
+        n_routed_experts=512,
+        num_experts_per_tok=22,
+        moe_latent_size=1024,
+        moe_intermediate_size=2688,
+        moe_shared_expert_intermediate_size=5376,
+        routed_scaling_factor=5.0,
+        mtp_hybrid_override_pattern="*E",
+        num_nextn_predict_layers=1,
+    )
+    yield Size("Qwen3-Next-80B-A3B", of_config("qwen3_next"), "79.674391296")
+    small = of_config("gpt_oss")
+    yield Size("GPT-OSS-20B", small, "20.91")
+    yield Size("GPT-OSS-120B", replace(small, pattern="WE*E" * 18, experts=128), "116.83")
+    yield Size("Moonlight-16B-A3B", of_config("moonlight"), "16")
+    yield Size("DeepSeek-V3", of_config("deepseek_v3"), "671")
+
+
+def agrees(count: int, published: str) -> bool:
+    """Whether a count is the published number of billions, in all digits after the point."""
+    digits = len(published.partition(".")[2])
+    return f"{count / 1e9:.{digits}f}" == published
+
+
+def parameters(size: Size) -> int:
+    config = Config(model=ModelConfig(encoder=None, llm=size.llm))
+    return sum(group.parameters for group in parameter_groups(config))
+
+
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(x, marks=() if any(y in x.name for y in SOME) else pytest.mark.exhaustive, id=x.name)
+        for x in sizes()
+    ],
+)
+def test_parameters_are_those_published(size: Size) -> None:
+    count = parameters(size)
+    assert agrees(count, size.total), f"{count:,} parameters, not {size.total}e9"
+
+
+def test_digits_that_are_published_count() -> None:
+    assert agrees(8_190_735_360, "8.2")
+    assert not agrees(8_190_735_360, "8.1")
+    assert agrees(123_611_012_096, "123.611012096")
+    assert not agrees(123_611_012_097, "123.611012096")
