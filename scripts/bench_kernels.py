@@ -1,6 +1,6 @@
 """Kernels on a GPU: Mamba2's scan and packed attention, in error and in time.
 
-    python scripts/bench_kernels.py scan [--tokens 8192 32768] [--chunks 128 256] [--sweep] [--check]
+    python scripts/bench_kernels.py scan [--tokens 8192 32768] [--chunks 128 256] [--check]
     python scripts/bench_kernels.py scan --interpret   # without a GPU: errors only, the kernels interpreted
     python scripts/bench_kernels.py attention [--tiny]
 
@@ -8,8 +8,8 @@ The scan: the Pallas kernels against the XLA scan, in Nemotron-3-Nano's shape (6
 groups, bfloat16). GB/s count the bytes that must move (each argument read once, each result written once),
 TFLOP/s the products of the chunked scan with scan chunks of 128 over pairs that the causal mask allows, so
 that back-ends and chunk sizes are compared fairly. `memory`: what the program needs besides arguments and
-results. --sweep times each kernel alone with other numbers of warps and stages. --check exits 1 where an
-error is above its bound. mamba_ssm's Triton kernels are timed too where torch can import them.
+results. --check exits 1 where an error is above its bound. mamba_ssm's Triton kernels are timed too where
+torch can import them.
 
 Attention: every admitted back-end, and PyTorch's FlexAttention where torch sees a GPU; bfloat16, 32 query
 heads over 8 key/value heads of dim 128, recordings in 8k and 32k tokens, and two documents of 16k. TFLOP/s
@@ -51,7 +51,6 @@ from jaxthd.kernels.scan_probe import (
 )
 from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.ring import packed_attention
-from jaxthd.ops.scan import pallas_launches as launches
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.pallas import ssd_pallas
@@ -132,43 +131,6 @@ def timed(tokens: int, chunks: list[int], repeats: int) -> Iterator[list[Any]]:
             memory = f"{sizes.temp_size_in_bytes / 2**20:.0f} MiB"
             took = seconds(partial(compiled, *arguments), jax.block_until_ready, repeats)
             yield row_of_times(f"{backend}, chunk {chunk}", tokens, bool(backward), took, memory)
-
-
-def sweep(tokens: int, chunks: list[int], repeats: int) -> None:
-    """Times each kernel alone, in milliseconds, by (warps, stages)."""
-    _, positions, x, dt, a, b, c, dy = inputs(NANO, tokens)
-    dy = dy.astype(x.dtype)
-    for chunk in chunks:
-        sizes = launches.Sizes(1, tokens // chunk, chunk, 64)
-        dt_HN = dt.T
-        la_HN = dt_HN * a[:, None]
-        decay_HN = jnp.exp(la_HN)
-        to_tile_HnN = jnp.broadcast_to(decay_HN[:, None], (len(a), sizes.tiles, tokens))
-        total_HC = decay_HN[:, ::chunk]
-        token = launches.Tokens(positions[0], dt_HN, la_HN, decay_HN, to_tile_HnN)
-        states, _ = launches.states(sizes, b, x, dt_HN, total_HC)
-        dcb = jnp.zeros((tokens // chunk, NANO.groups, chunk, chunk), x.dtype)
-        parts: dict[str, tuple[Any, ...]] = {
-            "states": (b, x, dt_HN, total_HC),
-            "outputs": (c, b, x, token, decay_HN, states, None),
-            "inputs_grad": (c, b, x, dy, token, decay_HN, states, None),
-            "scores_grad": (c, b, x, dy, token),
-            "shared_grad": (c, b, dy, decay_HN, dcb, states, None),
-        }
-        for name, given in parts.items():
-            usual, found = launches.WARPS_AND_STAGES[name], []
-            for choice in [(warps, stages) for warps in (4, 8) for stages in (1, 2, 3)]:
-                launches.WARPS_AND_STAGES[name] = choice
-                fixed = {"reverse": False} if name == "shared_grad" else {}
-                program = jax.jit(partial(getattr(launches, name), sizes, **fixed))
-                try:
-                    one = seconds(partial(program, *given), jax.block_until_ready, repeats)
-                    took = f"{1e3 * one:.3f}"
-                except jax.errors.JaxRuntimeError as failed:  # too much shared memory
-                    took = str(failed).splitlines()[0][:40]
-                found.append(f"{choice}{'*' * (choice == usual)} {took}")
-            launches.WARPS_AND_STAGES[name] = usual
-            print(f"{name}, chunk {chunk}, {tokens} tokens: {'; '.join(found)}")
 
 
 def rival() -> Callable[..., Any] | None:
@@ -255,8 +217,6 @@ def compare_scans(options: Any) -> list[Claim]:
         if run is not None:
             name, bound = "mamba_ssm bfloat16", error_bound(shape.dtype)
             print(claim_of(name, rival_errors(run, shape), bound).text)
-        for tokens in options.tokens if options.sweep else ():
-            sweep(tokens, options.chunks, options.repeats)
     return claims
 
 
@@ -417,7 +377,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 32768], help="of the scan")
     parser.add_argument("--chunks", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--repeats", type=int, default=20)
-    parser.add_argument("--sweep", action="store_true")
     parser.add_argument("--interpret", action="store_true")
     parser.add_argument("--tiny", action="store_true", help="attention in small, to try it on a CPU")
     options = parser.parse_args(argv)

@@ -14,7 +14,7 @@ needs an idle machine, runs one command after the other, and keeps what each pri
 holds if its command ends with status 0 and every value is within its bound. --write puts the new values of
 the claims that hold into the file, with date, commit, machine, versions and a digest of the claim's code, and
 renders the pages. A claim is stale where that digest is another one now: what a docstring says, or where a
-function lies, does not change it (scripts/measurements/code.py). Exits 1 if a claim does not hold or a
+function lies, does not change it (scripts/measurements/running.py). Exits 1 if a claim does not hold or a
 command fails; the others are measured and written all the same.
 """
 
@@ -31,9 +31,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.terminal.tables import table
 from scripts.measurements.claims_file import Claim, Claims, load, shown, write_measured
-from scripts.measurements.code import digest
 from scripts.measurements.pages import FIGURE, all_pages, parts, render, render_all
-from scripts.measurements.running import Outcome, changed_files, measured_now, outcome, run
+from scripts.measurements.running import Outcome, changed_files, digest, measured_now, outcome, run
 
 ROOT = Path(__file__).parents[1]
 

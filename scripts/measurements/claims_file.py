@@ -14,7 +14,7 @@ A claim is a table of the file:
 `command` is one bash line, run from the root of the repository. In it FILE, PYTHON and the like are names of
 [inputs]; WORK is a new, empty folder. `shown` is the command as the pages print it, where that differs.
 `of` are the files and folders whose code the values depend on, besides the scripts, tests and configs that
-the command names. `code` in `measured` is the digest of that code (scripts/measurements/code.py) as it was
+the command names. `code` in `measured` is the digest of that code (scripts/measurements/running.py) as it was
 then, so a claim is stale once the code has changed. `minutes` is about how long it takes. A claim has
 `by_hand` in place of a command where no command prints its values: it says how they were found.
 

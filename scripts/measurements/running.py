@@ -2,9 +2,16 @@
 
 A log begins with a line that tells when, where and of which code it is, and ends with a line that tells how
 the command ended. So it can be read again later.
+
+Which code is a digest, by which a claim calls itself stale: equal as long as nothing changes that runs.
+Comments, docstrings and the layout of the text do not count, nor where code lies: the statements at the top
+of modules are hashed each by itself, without imports, and sorted. So a function that moves to another file, a
+file that moves to another folder, or better words in a docstring leave the digest as it was.
 """
 
+import ast
 import datetime
+import hashlib
 import json
 import os
 import platform
@@ -15,14 +22,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jaxthd.errors import UserError
 from scripts.measurements.claims_file import Claim, Measured, Number
-from scripts.measurements.code import digest
 
 HEAD, END = "# measured: ", "# ended: "
 
@@ -147,3 +154,59 @@ def outcome(claim: Claim, log: Path) -> Outcome:
         listed = ", ".join(name for name in claim.values if name in missing)
         problems.append(f"not printed: {listed}; their `read` finds nothing in {log}")
     return Outcome(measured, max(1, round(float(end[2]))), values, problems)
+
+
+UNREAD = {"ctx", "kind", "module", "level", "type_comment"}
+"""Fields of syntax trees that say nothing that runs, or where the module lies that a name comes from."""
+
+
+def digest(root: Path, paths: Iterable[str]) -> str:
+    """The digest of files and folders below `root`, 16 hexadecimal digits.
+
+    Raises FileNotFoundError for a path that is not there."""
+    hashes = sorted({each for file in files(root, paths) for each in hashes_of(file)})
+    return hashlib.sha256("".join(hashes).encode()).hexdigest()[:16]
+
+
+@cache
+def hashes_of(file: Path) -> frozenset[str]:
+    """The hashes of a file's parts; a file is read once, though many claims depend on it."""
+    return frozenset(hashlib.sha256(part).hexdigest() for part in parts(file))
+
+
+def files(root: Path, paths: Iterable[str]) -> Iterator[Path]:
+    """The Python files below some paths; another file where a path names it."""
+    for path in paths:
+        if (root / path).is_dir():
+            yield from (root / path).rglob("*.py")
+        elif (root / path).is_file():
+            yield root / path
+        else:
+            raise FileNotFoundError(f"{path} does not exist; expected a file or folder of the repository")
+
+
+def parts(file: Path) -> Iterator[bytes]:
+    """What of a file is hashed by itself: the statements of a module, or all of another file."""
+    content = file.read_bytes()
+    if file.suffix != ".py":
+        yield content
+        return
+    for statement in ast.parse(content).body:
+        if not isinstance(statement, ast.Import | ast.ImportFrom) and not is_text(statement):
+            yield repr(normal(statement)).encode()
+
+
+def normal(node: Any) -> Any:
+    """A syntax tree as nested tuples without docstrings, equal in all versions of Python."""
+    if isinstance(node, ast.AST):
+        fields = ((name, normal(x)) for name, x in ast.iter_fields(node) if name not in UNREAD)
+        return type(node).__name__, *(field for field in fields if field[1] not in (None, ()))
+    if isinstance(node, list):
+        return tuple(normal(x) for x in node if not is_text(x))
+    return node
+
+
+def is_text(node: Any) -> bool:
+    """Whether a statement is a docstring: a text alone."""
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
