@@ -42,8 +42,8 @@ from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
 from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.export import export
-from jaxthd.hf.family import Family
-from jaxthd.hf.generation_config import TokenIds, added_end_tokens, write_generation_config
+from jaxthd.hf.family import Family, TokenIds
+from jaxthd.hf.generation_config import added_end_tokens, write_generation_config
 from jaxthd.hf.names import ArraySlice
 from jaxthd.hf.registry import FORMATS, export_families, formats_help
 from jaxthd.models.adapt import merge_lora
@@ -203,6 +203,7 @@ def _is_new(out: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """The command `jaxthd convert`."""
     parser = argparse.ArgumentParser(
         prog="jaxthd convert",
         description=f"{__doc__}\n{formats_help()}",

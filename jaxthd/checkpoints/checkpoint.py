@@ -16,11 +16,10 @@ from typing import Any
 
 import jax
 import orbax.checkpoint as ocp
-from etils import epath
 from jax.sharding import Sharding
 from orbax.checkpoint import checkpoint_managers as managers
 
-from jaxthd.checkpoints.checksum import checksums, named_arrays
+from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.checkpoints.stored import (
     About,
@@ -31,6 +30,7 @@ from jaxthd.checkpoints.stored import (
     measured_otherwise,
     read_about,
     reason,
+    restore_arrays,
 )
 from jaxthd.errors import UserError
 from jaxthd.parallel.processes import exchange, is_first
@@ -59,8 +59,6 @@ class Checkpoints:
         self._folder, self._keep, self._best_by = folder.absolute(), keep, best_by
         self._measured_by = measured_by
         self._folder.mkdir(parents=True, exist_ok=True)
-        # Each process reads by itself: where one fails alone, orbax's manager would make the others wait.
-        self._arrays, _ = handlers()
         self._saving: int | None = None
         self._newest_whole: int | None = None
         self._failed = False
@@ -208,31 +206,14 @@ class Checkpoints:
 
     def _restore(self, step: int, abstract: TrainState, sharding: Sharding | TrainState) -> TrainState:
         """Raises UserError for another model's checkpoint, and other exceptions for a damaged one."""
-        saved = self._about[step].arrays
         self._compare(step, abstract)
         if isinstance(sharding, Sharding):
             sharding = jax.tree.map(lambda _: sharding, abstract)
-        target = _present(
-            jax.tree.map(
-                lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract, sharding
-            )
+        target = jax.tree.map(
+            lambda x, on: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on), abstract, sharding
         )
-        how = ocp.checkpoint_utils.construct_restore_args(target)
-        args = ocp.args.PyTreeRestore(target, restore_args=how)
-        failed: Exception | None = None
-        try:
-            state = TrainState(
-                **self._arrays.restore(epath.Path(self._folder / str(step) / "state"), args=args)
-            )
-        except Exception as error:
-            failed = error
-        elsewhere = [why for why in exchange(failed and reason(failed)) if why]
-        if elsewhere:
-            raise failed or ValueError(elsewhere[0])
-        damaged = [name for name, found in checksums(state).items() if found != saved[name].checksum]
-        if damaged:
-            raise ValueError(f"{len(damaged)} of {len(saved)} arrays changed: {', '.join(damaged[:3])}, ...")
-        return state
+        found = restore_arrays(self._folder, step, _present(target), self._about[step].arrays)
+        return TrainState(**found)
 
     def _compare(self, step: int, abstract: TrainState) -> None:
         """Raises UserError where the checkpoint's arrays are not those of this state."""
@@ -350,6 +331,7 @@ class _Best:
         self._best_of = best
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> list[bool]:
+        """Whether each of the checkpoints is the best."""
         steps = [checkpoint.step for checkpoint in checkpoints]
         best = self._best_of(steps)
         return [step == best for step in steps]

@@ -52,6 +52,7 @@ def is_on_host(x: Array) -> bool:
 
 
 def checksum_on_host(x: Shaped[np.ndarray, "..."]) -> int:
+    """The checksum of an array that NumPy holds."""
     elements = np.ascontiguousarray(x).reshape(-1).view(f"uint{min(8 * x.dtype.itemsize, 32)}")
     total = 0
     # One block at a time, because mixing takes several times the memory of the words.
@@ -64,6 +65,7 @@ def checksum_on_host(x: Shaped[np.ndarray, "..."]) -> int:
 
 @jax.jit
 def checksum_on_device(x: Shaped[Array, "..."]) -> UInt32[Array, ""]:
+    """The checksum of an array, computed on its devices; compiled for each shape and sharding."""
     words = _words(x)
     index, stride = jnp.zeros(words.shape, jnp.uint32), 1
     # The index is computed dim by dim: reshaping to one dim would move a sharded array.

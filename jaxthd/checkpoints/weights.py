@@ -26,7 +26,7 @@ from jaxthd.checkpoints.agreement import (
     say_other_template,
 )
 from jaxthd.checkpoints.checksum import named_arrays
-from jaxthd.checkpoints.stored import find_checkpoint, restore_arrays
+from jaxthd.checkpoints.stored import find_checkpoint, reason, restore_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import EMA, is_run, read_config, source_of
@@ -230,7 +230,13 @@ class _Run:
                 for chosen in (names - self._averages, names & self._averages)
             )
             wanted = _pruned(own._asdict() | {"ema": averages.params})
-            restored = restore_arrays(self._folder, self._step, wanted, self._saved)
+            try:
+                restored = restore_arrays(self._folder, self._step, wanted, self._saved)
+            except Exception as error:
+                raise UserError(
+                    f"the checkpoint of step {self._step} in {self._folder} cannot be read "
+                    f"({reason(error)}); expected a whole one: copy it anew"
+                ) from error
             found |= named_weights(Weights(restored.get("params", {}), restored.get("buffers", {})))
             found |= named_weights(Weights(restored.get("ema", {}), {}))
         if self._lora_factor != 1.0:
@@ -274,6 +280,7 @@ class _Published:
         self.gives = {part.name for tensor in self._table for part in tensor.slices}
 
     def read(self) -> dict[str, Array]:
+        """The arrays, each tensor written into the devices' shards as it is read."""
         names = sorted(self.gives)
         zeros = {name: (self._specs[name].shape, self._specs[name].dtype) for name in names}
         arrays = _made(lambda: {name: jnp.zeros(*x) for name, x in zeros.items()}, self._specs, names)
@@ -306,6 +313,7 @@ class _Shards:
                 self._shards[number] = index, _written(shard, own, first)
 
     def array(self) -> Array:
+        """The array of all shards."""
         shards = [shard for _, shard in self._shards]
         return jax.make_array_from_single_device_arrays(self._shape, self._sharding, shards)
 

@@ -1,29 +1,21 @@
 """The adapter alone, in a format of our own: no other holds an adapter without the rest of the model."""
 
-from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import ModelConfig
-from jaxthd.hf.family import ADAPTER, Family, Fields, encoder_of, required
-from jaxthd.hf.names import Names
+from jaxthd.hf.family import ADAPTER, Family, Field, Settings, read_settings, updated, write_settings
+from jaxthd.hf.names import tensors
+
+_SIZES: Settings = {"adapter_dim": "inner_dim", "adapter_bias": Field("bias", False)}
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "jaxthd_adapter",
-        "inner_dim": model.adapter_dim,
-        "bias": model.adapter_bias,
-        "encoder_dim": encoder_of(model, "adapter").dim,
+        **write_settings(model, _SIZES),
+        "encoder_dim": model.audio_encoder.dim,
         "llm_dim": model.llm.dim,
     }
-
-
-def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
-    adapter = names.within("", "adapter.")
-    if model.adapter_dim:
-        adapter.same("norm.weight", "norm.weight")
-        adapter.linear("up", "up")
-    adapter.linear("out", "out")
 
 
 FAMILY = Family(
@@ -32,11 +24,9 @@ FAMILY = Family(
     gives="the adapter",
     model_types=("jaxthd_adapter",),
     covers=ADAPTER,
-    configure=lambda fields, model: replace(
-        model,
-        adapter_dim=int(required(fields, "inner_dim")),
-        adapter_bias=bool(fields.get("bias", False)),
-    ),
+    configure=lambda fields, model: updated(model, read_settings(fields, _SIZES)),
     fields=_fields,
-    write=_write,
+    tensors=lambda model, fields, shapes: tensors(
+        {name: name for name in ("norm", "up", "out")}, shapes, ours="adapter."
+    ),
 )

@@ -9,21 +9,33 @@ Source: NeMo, collections/speechlm2 (models/salm.py, modules/perception.py, part
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family, Fields, encoder_of, must_be, required
-from jaxthd.hf.names import Names, Shape
-from jaxthd.hf.nemo import encoder_fields, nemo_name
-from jaxthd.hf.nemotron_h import token_fields
-from jaxthd.hf.parakeet import encoder_config, write_encoder
-from jaxthd.hf.qwen3 import llm_config, llm_fields, write_layers
+from jaxthd.hf.decoder import token_fields
+from jaxthd.hf.family import (
+    ADAPTER,
+    ENCODER,
+    LLM,
+    Family,
+    Field,
+    Fields,
+    Settings,
+    must_be,
+    read_settings,
+    required,
+    updated,
+    write_settings,
+)
+from jaxthd.hf.names import Shape, Tensor, matrix, tensors
+from jaxthd.hf.nemo_encoder import encoder_config, encoder_fields, encoder_tensors
+from jaxthd.hf.qwen3 import QWEN3
 
 KIND = "nemo_salm"
-"""What stands for the model_type that such a config.json does not have."""
+"""Stands for the model_type, which such a config.json does not have."""
 
 _PARTS = "nemo.collections.speechlm2.modules.perception"
 _IDENTITY = f"{_PARTS}.IdentityConnector"
@@ -57,6 +69,11 @@ _TARGETS = {
     "down_proj": "decoder.layers.mlp.mixer.down",
 }
 """The projections' names in peft's target_modules -> our projections."""
+_LORA: Settings = {
+    "lora_rank": Field("r", 8),
+    "lora_alpha": Field("lora_alpha", 8.0),
+    "lora_dropout": Field("lora_dropout", 0.0),
+}
 _OF_ALL: dict[str, Any] = {
     "vocab_size": 151936,
     "num_key_value_heads": 8,
@@ -104,34 +121,29 @@ def _complete(fields: Fields, shapes: Mapping[str, Shape]) -> Fields:
             "Qwen3, put its own config.json under text_config, else choose another checkpoint"
         )
     prefix = "llm.base_model.model." if fields.get("lora") else "llm."
+    plain = {name.replace(".base_layer.", "."): shape for name, shape in shapes.items()}
     first = f"{prefix}model.layers.0."
-
-    def shape(*names: str) -> Shape:
-        for name in names:
-            if name in shapes:
-                return shapes[name]
+    try:
+        (head_dim,) = plain[f"{first}self_attn.q_norm.weight"]
+        vocabulary, dim = plain["embed_tokens.weight"]
+        queries, keys, gates = (
+            plain[f"{first}{name}_proj.weight"][0] for name in ("self_attn.q", "self_attn.k", "mlp.gate")
+        )
+    except KeyError as error:
         raise UserError(
             f"config.json has pretrained_llm {fields['pretrained_llm']!r}, and there is no tensor "
-            f"{names[0]}; expected those of a dense Qwen3, the only LLM that jaxthd reads in NeMo's "
+            f"{error.args[0]}; expected those of a dense Qwen3, the only LLM that jaxthd reads in NeMo's "
             "folders: choose another checkpoint"
-        )
-
-    def rows(name: str) -> int:
-        return shape(f"{first}{name}.weight", f"{first}{name}.base_layer.weight")[0]
-
-    (head_dim,) = shape(f"{first}self_attn.q_norm.weight")
-    numbers = {
-        m[1] for name in shapes if (m := re.match(re.escape(prefix) + r"model\.layers\.(\d+)\.", name))
-    }
-    vocabulary, dim = shape("embed_tokens.weight")
+        ) from error
+    layer = re.compile(rf"{re.escape(prefix)}model\.layers\.(\d+)\.")
     text = {
         "vocab_size": vocabulary,
         "hidden_size": dim,
-        "num_hidden_layers": len(numbers),
-        "num_attention_heads": rows("self_attn.q_proj") // head_dim,
-        "num_key_value_heads": rows("self_attn.k_proj") // head_dim,
+        "num_hidden_layers": len({m[1] for name in shapes if (m := layer.match(name))}),
+        "num_attention_heads": queries // head_dim,
+        "num_key_value_heads": keys // head_dim,
         "head_dim": head_dim,
-        "intermediate_size": rows("mlp.gate_proj"),
+        "intermediate_size": gates,
         "rms_norm_eps": named["rms_norm_eps"],
         "rope_theta": named["rope_theta"],
         "tie_word_embeddings": f"{prefix}lm_head.weight" not in shapes,
@@ -140,7 +152,7 @@ def _complete(fields: Fields, shapes: Mapping[str, Shape]) -> Fields:
 
 
 def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
-    llm = llm_config(required(fields, "text_config"), model.llm)
+    llm = QWEN3.read(required(fields, "text_config"), model.llm)
     if model.encoder is None:
         return replace(model, llm=llm)
     perception = required(fields, "perception")
@@ -151,7 +163,7 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
             "Canary-Qwen has it: choose another checkpoint"
         )
     must_be(perception.get("preprocessor") or {}, _PREPROCESSOR, "perception.preprocessor")
-    encoder = encoder_config(encoder_fields(perception, "perception"), model.audio_encoder, "perception")
+    encoder = encoder_config(perception, model.audio_encoder, "perception")
     return replace(model, llm=llm, encoder=encoder, adapter_dim=0, adapter_bias=True)
 
 
@@ -174,12 +186,8 @@ def _lora(fields: Fields) -> AdaptConfig | None:
             f"lora.target_modules has {', '.join(unknown)}; expected some of {', '.join(_TARGETS)}: choose "
             "another checkpoint"
         )
-    return AdaptConfig(
-        lora_rank=int(lora.get("r", 8)),
-        lora_alpha=float(lora.get("lora_alpha", 8)),
-        lora_targets=tuple(_TARGETS[name] for name in _TARGETS if name in chosen),
-        lora_dropout=float(lora.get("lora_dropout", 0.0)),
-    )
+    adapt = AdaptConfig(lora_targets=tuple(ours for name, ours in _TARGETS.items() if name in chosen))
+    return updated(adapt, read_settings(lora, _LORA), "lora")
 
 
 def _lora_fields(adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:
@@ -191,31 +199,19 @@ def _lora_fields(adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:
         )
     return {
         "task_type": "CAUSAL_LM",
-        "r": adapt.lora_rank,
-        "lora_alpha": adapt.lora_alpha,
-        "lora_dropout": adapt.lora_dropout,
+        **write_settings(adapt, _LORA),
         "target_modules": [theirs for theirs, ours in _TARGETS.items() if ours in adapted],
     }
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    encoder, llm = encoder_of(model, "audio model"), model.llm
+    encoder, llm = model.audio_encoder, model.llm
     if model.adapter_dim or not model.adapter_bias:
         raise UserError(
             f"model.adapter_dim is {model.adapter_dim} and model.adapter_bias {model.adapter_bias}; the salm "
             "format holds an adapter of one linear layer with a bias (0, True): choose --format parts"
         )
-    if encoder.linear_bias != encoder.conv_bias:
-        raise UserError(
-            f"model.encoder.linear_bias is {encoder.linear_bias} and conv_bias {encoder.conv_bias}; NeMo has "
-            "one setting for both: choose --format parts"
-        )
-    if encoder.ffn_dim % encoder.dim:
-        raise UserError(
-            f"model.encoder.ffn_dim is {encoder.ffn_dim} with dim {encoder.dim}; NeMo has a whole number for "
-            "their ratio: choose --format parts"
-        )
-    text = llm_fields(llm, moe=False)
+    text = QWEN3.write(llm)
     return {
         "pretrained_llm": _published_name(text),
         "pretrained_asr": "",
@@ -237,22 +233,8 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
             },
             "encoder": {
                 "_target_": "nemo.collections.asr.modules.ConformerEncoder",
-                "feat_in": encoder.num_mels,
                 "feat_out": -1,
-                "n_layers": encoder.layers,
-                "d_model": encoder.dim,
-                "n_heads": encoder.heads,
-                "ff_expansion_factor": encoder.ffn_dim // encoder.dim,
-                "conv_kernel_size": encoder.conv_kernel,
-                "conv_norm_type": "batch_norm",
-                "subsampling": "dw_striding",
-                "subsampling_factor": 8,
-                "subsampling_conv_channels": encoder.subsampling_channels,
-                "self_attention_model": "rel_pos",
-                "att_context_size": [-1, -1],
-                "untie_biases": True,
-                "xscaling": encoder.scale_input,
-                "use_bias": encoder.linear_bias,
+                **encoder_fields(encoder),
             },
         },
         "text_config": text,
@@ -281,15 +263,34 @@ def _published_name(text: Fields) -> str:
     return name
 
 
-def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
+def _tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
     if model.encoder is not None:
-        encoder = names.renamed(lambda name: f"perception.encoder.{nemo_name(name)}")
-        write_encoder(model.encoder, encoder)
-        names.within("perception.", "adapter.").linear("proj", "out")
-    names.same("embed_tokens.weight", "embedding")
-    has_lora = bool(fields.get("lora"))
-    llm = names.with_lora().within("llm.base_model.model.", "") if has_lora else names.within("llm.", "")
-    write_layers(model.llm, llm)
+        yield from encoder_tensors(model.encoder, shapes, "perception.encoder.")
+        yield from tensors({"proj": "out"}, shapes, "perception.", "adapter.")
+    llm = QWEN3.tensors(model.llm, fields, shapes)
+    yield next(llm)._replace(name="embed_tokens.weight")  # the first is the embedding
+    if fields.get("lora"):
+        yield from _with_lora(llm, shapes, "llm.base_model.model.")
+    else:
+        yield from (tensor._replace(name=f"llm.{tensor.name}") for tensor in llm)
+
+
+def _with_lora(found: Iterable[Tensor], shapes: Mapping[str, Shape], theirs: str) -> Iterator[Tensor]:
+    """The tensors with the low-rank matrices of their projections, as peft names them.
+
+    theirs: what all names have in front.
+    """
+    for tensor in found:
+        module = tensor.slices[0].name.removesuffix(".w")
+        name, at = tensor.name.removesuffix(".weight"), tensor.slices[0].at
+        if f"{module}.lora.a" in shapes:
+            low_rank = {
+                f"{name}.lora_A.default.weight": matrix("a"),
+                f"{name}.lora_B.default.weight": matrix("b"),
+            }
+            yield from tensors(low_rank, shapes, theirs, f"{module}.lora.", at)
+            name += ".base_layer"
+        yield tensor._replace(name=f"{theirs}{name}.weight")
 
 
 FAMILY = Family(
@@ -300,7 +301,7 @@ FAMILY = Family(
     covers=(*LLM, *ENCODER, *ADAPTER),
     configure=_configure,
     fields=_fields,
-    write=_write,
+    tensors=_tensors,
     # The mel filters, which follow from the settings, and a tied head.
     ignored=("perception.preprocessor.*", "perception.encoder.pos_enc.*", "llm.*lm_head.weight"),
     complete=_complete,

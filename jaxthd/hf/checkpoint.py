@@ -14,15 +14,16 @@ from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.paths import home_path
 from jaxthd.files.weight_fields import compare_models
-from jaxthd.hf import canary_qwen, parakeet
-from jaxthd.hf.block_scaled import BlockScaledFolder
+from jaxthd.hf import canary_qwen
+from jaxthd.hf.block_scaled import block_scaled
 from jaxthd.hf.family import Family, Fields
-from jaxthd.hf.merged_lora import MergedLora
+from jaxthd.hf.merged_lora import merged_lora
 from jaxthd.hf.mxfp4 import METHOD as MXFP4
-from jaxthd.hf.mxfp4 import Mxfp4Folder
-from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
-from jaxthd.hf.nemo import NemoArchive
-from jaxthd.hf.reader import Reader
+from jaxthd.hf.mxfp4 import mxfp4
+from jaxthd.hf.names import ArraySlice, Shape, Tensor
+from jaxthd.hf.nemo import CONFIG, NemoArchive
+from jaxthd.hf.nemo_encoder import archive_family
+from jaxthd.hf.reader import Decoded, Reader
 from jaxthd.hf.registry import FAMILIES, parts_of
 from jaxthd.hf.safetensors_files import SafetensorsFolder
 
@@ -37,6 +38,7 @@ class Checkpoint:
 
     @property
     def path(self) -> Path:
+        """The folder or the archive."""
         return self.reader.path
 
     def covers(self, name: str) -> bool:
@@ -64,7 +66,7 @@ class Checkpoint:
         if is_same and adapt.lora_alpha / adapt.lora_rank == scale:
             return self
         fields = {name: x for name, x in self.fields.items() if name != "lora"}
-        return replace(self, fields=fields, reader=MergedLora(self.reader, scale))
+        return replace(self, fields=fields, reader=merged_lora(self.reader, scale))
 
     def configure(self, model: ModelConfig) -> ModelConfig:
         """`model` with this checkpoint's settings, for the parts that the checkpoint holds.
@@ -89,15 +91,14 @@ class Checkpoint:
         return replace(model, llm=replace(model.llm, mtp_pattern=""))
 
     def decoded(self, names: Iterable[str]) -> str:
-        """How many of these tensors are decoded as they are read, for people; "" for none."""
-        if not isinstance(self.reader, BlockScaledFolder | Mxfp4Folder):
-            return ""
-        count = sum(map(self.is_decoded, names))
-        return f"{count} {self.reader.form}" if count else ""
+        """The number of these tensors that are decoded as they are read, for people; "" for none."""
+        form = self.reader.form if isinstance(self.reader, Decoded) else ""
+        count = sum(map(self.is_decoded, names)) if form else 0
+        return f"{count} {form}" if count else ""
 
     def is_decoded(self, name: str) -> bool:
         """Whether the tensor is decoded as it is read."""
-        return isinstance(self.reader, BlockScaledFolder | Mxfp4Folder) and self.reader.is_decoded(name)
+        return isinstance(self.reader, Decoded) and self.reader.is_decoded(name)
 
     def unread(self, table: Collection[str]) -> list[str]:
         """Its tensors that are not among those named, and that may be left unread (Family.ignored)."""
@@ -113,9 +114,8 @@ class Checkpoint:
         model's, and naming tensors that are missing, unknown, or of another shape.
         """
         compare_models(self.path, self.configure(model), model)
-        names = Names(shapes)
-        self.family.write(self._with_own_mtp(model), self.fields, names)
-        table = {tensor.name: tensor for tensor in names.tensors}
+        tensors = self.family.tensors(self._with_own_mtp(model), self.fields, shapes)
+        table = {tensor.name: tensor for tensor in tensors}
         self._compare(table)
         read = {name: tensor for name, tensor in table.items() if tensor.slices and not tensor.is_copy}
         filled = {part.name for tensor in read.values() for part in tensor.slices}
@@ -160,7 +160,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         )
     if path.is_file():
         archive = NemoArchive(path)
-        return Checkpoint(parakeet.FAMILY, archive.fields, archive)
+        return Checkpoint(archive_family(f"{CONFIG} in {path}"), archive.fields, archive)
     fields = read_fields(path)
     kinds = {fields.get("model_type"), *(fields.get("architectures") or ())}
     kinds |= {canary_qwen.KIND} if canary_qwen.is_salm(fields) else set()
@@ -181,9 +181,9 @@ def _reader(path: Path, fields: Fields) -> Reader:
     if method is None:
         return SafetensorsFolder(path)
     if method == "fp8":
-        return BlockScaledFolder(SafetensorsFolder(path), fields)
+        return block_scaled(SafetensorsFolder(path), fields)
     if method == MXFP4:
-        return Mxfp4Folder(SafetensorsFolder(path))
+        return mxfp4(SafetensorsFolder(path))
     raise UserError(
         f"{path / 'config.json'} has the quant_method {method!r}; expected fp8, {MXFP4}, or no "
         "quantization_config: convert it to bfloat16"

@@ -14,7 +14,7 @@ from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import BESIDE, copy_files
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family, Fields
-from jaxthd.hf.names import ArraySlice, Names, Shape, Tensor
+from jaxthd.hf.names import ArraySlice, Shape, Tensor
 from jaxthd.hf.safetensors_files import SafetensorsWriter
 
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
@@ -61,9 +61,8 @@ def export(
         if family.lora and "lora" not in (settings or {}):
             fields.pop("lora", None)  # it has been merged
     fields["dtype"] = dtype
-    names = Names(shapes)
-    family.write(model, fields, names)
-    kinds = {t.name: (t.shape, _dtype(t, dtype)) for t in names.tensors}
+    tensors = list(family.tensors(model, fields, shapes))
+    kinds = {t.name: (t.shape, _dtype(t, dtype)) for t in tensors}
     copied: list[str] = []
     if original is not None:
         copied = original.unread(kinds)
@@ -71,7 +70,7 @@ def export(
             stored = dtype if original.is_decoded(name) else original.reader.dtype(name)
             kinds[name] = (original.reader.shapes[name], stored)
     with SafetensorsWriter(folder, kinds, limit) as writer:
-        for tensor in names.tensors:
+        for tensor in tensors:
             writer.write(tensor.name, _elements(tensor, take))
         for name in copied:
             assert original is not None

@@ -1,45 +1,30 @@
-"""What a family of checkpoints is: its settings in config.json, and its name table."""
+"""Families of checkpoints: the settings in config.json, the names of the tensors."""
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 from jaxthd.config import AdaptConfig, EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.names import Names, Shape
+from jaxthd.hf.names import Shape, Tensor
 
+Config = TypeVar("Config", LLMConfig, EncoderConfig, ModelConfig, AdaptConfig)
 Fields = Mapping[str, Any]
 """A config.json."""
 
 LLM = ("embedding", "decoder.", "head")
 ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
-"""What the names of a part's arrays begin with. Multi-token prediction (mtp.*) belongs to the LLM, which may
-lack it."""
-
-PLAIN: dict[str, Any] = {
-    "attention_sinks": False,
-    "ffn_bias": False,
-    "router_bias": False,
-    "router_groups": 1,
-    "attention_gate": False,
-    "norm_zero_centred": False,
-    "shared_expert_gate": False,
-}
-"""Settings of families without the additions of GPT-OSS, DeepSeek-V3 and Qwen3-Next."""
+"""The beginnings of the names of a part's arrays. Multi-token prediction (mtp.*) belongs to the LLM, which
+may lack it."""
 
 
-@runtime_checkable
-class SpecialTokens(Protocol):
-    """A tokenizer's special tokens; eos_ids: all that end an answer; audio_id stands for an encoder frame."""
+class TokenIds(NamedTuple):
+    """A tokenizer's special tokens. eos_ids: all that end an answer. audio_id stands for an encoder frame."""
 
-    @property
-    def bos_id(self) -> int: ...
-    @property
-    def eos_ids(self) -> tuple[int, ...]: ...
-    @property
-    def pad_id(self) -> int: ...
-    @property
-    def audio_id(self) -> int: ...
+    bos_id: int
+    eos_ids: tuple[int, ...]
+    pad_id: int
+    audio_id: int
 
 
 @dataclass(frozen=True)
@@ -55,8 +40,9 @@ class Family:
     configure: (fields, model) -> the model with the checkpoint's settings. Raises UserError for settings that
         jaxthd has no model for.
     fields: (model) -> config.json of an export. Raises UserError where the family cannot hold the model.
-    write: (model, fields, names) writes the name table; `fields` are the checkpoint's, or the export's.
-    ignored: patterns of tensors that may be left unread where the name table does not have them: those that a
+    tensors: (model, fields, shapes of our arrays) -> the tensors; `fields` are the checkpoint's, or the
+        export's.
+    ignored: patterns of tensors that may be left unread where `tensors` does not name them: those that a
         speech LLM has no use for, and those that a model may do without.
     token_fields: (special tokens) -> config.json's fields for them, which generation_config.json repeats.
         None: the family holds no text model.
@@ -76,9 +62,9 @@ class Family:
     covers: tuple[str, ...]
     configure: Callable[[Fields, ModelConfig], ModelConfig]
     fields: Callable[[ModelConfig], dict[str, Any]]
-    write: Callable[[ModelConfig, Fields, Names], None]
+    tensors: Callable[[ModelConfig, Fields, Mapping[str, Shape]], Iterable[Tensor]]
     ignored: tuple[str, ...] = ()
-    token_fields: Callable[[SpecialTokens], dict[str, Any]] | None = None
+    token_fields: Callable[[TokenIds], dict[str, Any]] | None = None
     complete: Callable[[Fields, Mapping[str, Shape]], Fields] | None = None
     lora: Callable[[Fields], AdaptConfig | None] | None = None
     lora_fields: Callable[[AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
@@ -90,18 +76,78 @@ class Family:
         return any(name == what or (what.endswith(".") and name.startswith(what)) for what in self.covers)
 
 
-def one_or_all(ids: Sequence[int]) -> int | list[int]:
-    """Token ids as transformers writes them: one by itself, several as a list."""
-    return ids[0] if len(ids) == 1 else list(ids)
+class Field(NamedTuple):
+    """A field of config.json that holds a setting of ours.
 
-
-def mtp_settings(pattern: str, modules: int, llm: LLMConfig) -> dict[str, Any]:
-    """Settings of multi-token prediction with so many sets of weights. One set serves any number of depths
-    that share it.
+    theirs: its name there. default: the library's, which config.json may leave out, or give as null.
+    read: (their value, or None, and all fields) -> ours. write: (the dataclass with all our settings) ->
+    their value. None: the values are the same.
     """
-    if not modules or (modules == 1 and llm.mtp_shared):
-        return {"mtp_pattern": pattern if modules else ""}
-    return {"mtp_pattern": pattern, "mtp_depths": modules, "mtp_shared": False}
+
+    theirs: str
+    default: Any = None
+    read: Callable[[Any, Fields], Any] | None = None
+    write: Callable[[Any], Any] | None = None
+
+
+class Part(NamedTuple):
+    """Several fields that hold a setting of ours that is a dataclass: its class, and the table of its own."""
+
+    kind: Callable[..., Any]
+    table: "Settings"
+
+
+Settings = Mapping[str, str | Field | Part]
+"""Our names of settings -> theirs. A string: config.json must have it."""
+
+
+def read_settings(fields: Fields, table: Settings, where: str = "config.json") -> dict[str, Any]:
+    """Our settings, by our names. Raises UserError where config.json lacks one that has no default."""
+    found: dict[str, Any] = {}
+    for ours, entry in table.items():
+        match entry:
+            case str():
+                found[ours] = required(fields, entry, where)
+            case Part(kind, inner):
+                found[ours] = kind(**read_settings(fields, inner, where))
+            case Field(theirs, default, read):
+                value = fields.get(theirs, default)
+                plain = default if value is None else value
+                found[ours] = read(value, fields) if read else plain
+    return found
+
+
+def write_settings(config: Any, table: Settings) -> dict[str, Any]:
+    """Their fields, of the settings of `config`."""
+    fields: dict[str, Any] = {}
+    for ours, entry in table.items():
+        match entry:
+            case str():
+                fields[entry] = getattr(config, ours)
+            case Part(_, inner):
+                fields |= write_settings(getattr(config, ours), inner)
+            case Field(theirs, write=write):
+                fields[theirs] = write(config) if write else getattr(config, ours)
+    return fields
+
+
+def updated(config: Config, settings: Mapping[str, Any], where: str = "config.json") -> Config:
+    """`config` with other settings, of the types that it has.
+
+    Raises UserError where a number is none.
+    """
+    found = dict(settings)
+    for name, value in settings.items():
+        old = getattr(config, name)
+        if isinstance(old, bool | int | float):
+            try:
+                found[name] = type(old)(value)
+            except (TypeError, ValueError) as error:
+                raise UserError(
+                    f"{where} has {value!r} for what is {name} in jaxthd; expected a number such as {old}: "
+                    "correct it, or copy it anew"
+                ) from error
+    return replace(config, **found)
 
 
 def required(fields: Fields, name: str, where: str = "config.json") -> Any:
@@ -126,27 +172,3 @@ def must_be(fields: Fields, expected: Fields, where: str = "config.json") -> Non
             f"{where} describes a model that jaxthd does not have:{''.join(differing)}\n"
             "Expected a checkpoint with these settings: choose another"
         )
-
-
-def must_hold(llm: LLMConfig, expected: Mapping[str, Any], format: str) -> None:
-    """Raises UserError where the LLM has another setting than the one that the format stands for."""
-    differing = [
-        f"\n  model.llm.{name}: {getattr(llm, name)!r} (the format stands for {value!r})"
-        for name, value in expected.items()
-        if getattr(llm, name) != value
-    ]
-    if differing:
-        raise UserError(
-            f"{format} cannot hold this model:{''.join(differing)}\nExpected an LLM with these settings: "
-            "choose another format"
-        )
-
-
-def encoder_of(model: ModelConfig, what: str) -> EncoderConfig:
-    """The model's encoder. Raises UserError for a text-only model: `what` cannot hold it."""
-    if model.encoder is None:
-        raise UserError(
-            f"model.encoder is None: a text-only model has no {what}; expected an LLM's format: choose "
-            "--format llm"
-        )
-    return model.encoder

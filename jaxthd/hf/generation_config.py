@@ -3,22 +3,13 @@
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxthd.errors import UserError
-from jaxthd.hf.family import Fields, one_or_all
+from jaxthd.hf.family import Fields, TokenIds
 
 FILE = "generation_config.json"
 _EOS = "eos_token_id"
-
-
-class TokenIds(NamedTuple):
-    """The special tokens that an export names (jaxthd.hf.family.SpecialTokens)."""
-
-    bos_id: int
-    eos_ids: tuple[int, ...]
-    pad_id: int
-    audio_id: int
 
 
 def write_generation_config(folder: Path, tokens: TokenIds) -> None:
@@ -60,6 +51,11 @@ def _of_language_model(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The end tokens of the language model in a composite model's fields."""
     inner = (x[_EOS] for x in fields.values() if isinstance(x, Mapping) and _EOS in x)
     return {_EOS: ids} if (ids := next(inner, None)) is not None else {}
+
+
+def one_or_all(ids: Sequence[int]) -> int | list[int]:
+    """Token ids as transformers writes them: one by itself, several as a list."""
+    return ids[0] if len(ids) == 1 else list(ids)
 
 
 def _ids(value: Any) -> Sequence[int]:

@@ -5,22 +5,19 @@ In place of NAME, [matrices, in, out], lie NAME_blocks, [matrices, out, in / 32,
 numbers plus 127 (OCP Microscaling Formats, 2023). Float32 holds all products.
 """
 
-from collections.abc import Iterable
-from typing import Any
-
 import numpy as np
-from jaxtyping import Float, Shaped, UInt8
+from jaxtyping import Float, UInt8
 
 from jaxthd.errors import UserError
 from jaxthd.hf.names import Shape
-from jaxthd.hf.safetensors_files import SafetensorsFolder
+from jaxthd.hf.reader import Decoded, Reader
 
 BLOCKS, SCALES = "_blocks", "_scales"
 METHOD = "mxfp4"
 """quant_method of config.json's quantization_config."""
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 VALUES = np.array([*_POSITIVE, *(-x for x in _POSITIVE)], np.float32)
-"""By the four bits: sign, two of exponent, one of mantissa."""
+"""Numbers by their four bits: sign, two of exponent, one of mantissa."""
 _BIAS = 127
 
 
@@ -34,50 +31,30 @@ def decoded(
     return scaled.reshape(*scales.shape[:2], -1).swapaxes(1, 2)
 
 
-class Mxfp4Folder:
+def mxfp4(folder: Reader) -> Decoded:
     """A folder of safetensors files, some of whose matrices are MXFP4: as it would be in float32.
 
-    Raises UserError for blocks without scales, and for shapes that are not those of MXFP4.
+    Raises UserError for blocks without scales, and for shapes and dtypes that are not those of MXFP4.
     """
-
-    form = "stacks of matrices of MXFP4"
-
-    def __init__(self, folder: SafetensorsFolder) -> None:
-        self._folder, self.path, found = folder, folder.path, folder.shapes
-        self._coded = {x.removesuffix(BLOCKS) for x in found if x.endswith(BLOCKS)}
-        hidden = {f"{name}{end}" for name in self._coded for end in (BLOCKS, SCALES)}
-        self.shapes: dict[str, Shape] = {name: x for name, x in found.items() if name not in hidden}
-        for name in self._coded:
-            blocks, scales = found[f"{name}{BLOCKS}"], found.get(f"{name}{SCALES}")
-            if len(blocks) != 4 or blocks[3] != 16 or scales != blocks[:3]:
+    found = folder.shapes
+    coded = [name.removesuffix(BLOCKS) for name in found if name.endswith(BLOCKS)]
+    parts = {name: (f"{name}{BLOCKS}", f"{name}{SCALES}") for name in coded}
+    hidden = {each for pair in parts.values() for each in pair}
+    shapes: dict[str, Shape] = {}
+    for name, pair in parts.items():
+        blocks, scales = found[pair[0]], found.get(pair[1])
+        if len(blocks) != 4 or blocks[3] != 16 or scales != blocks[:3]:
+            raise UserError(
+                f"{pair[0]} in {folder.path} is {list(blocks)} and {pair[1]} "
+                f"{'missing' if scales is None else list(scales)}; expected [matrices, out, in / 32, 16] "
+                "and the same without the 16: copy the checkpoint anew"
+            )
+        for each in pair:
+            if folder.dtype(each) != "uint8":
                 raise UserError(
-                    f"{name}{BLOCKS} in {folder.path} is {list(blocks)} and {name}{SCALES} "
-                    f"{'missing' if scales is None else list(scales)}; expected [matrices, out, in / 32, 16] "
-                    "and the same without the 16: copy the checkpoint anew"
-                )
-            self.shapes[name] = (blocks[0], 32 * blocks[2], blocks[1])
-
-    def dtype(self, name: str) -> str:
-        return "float32" if name in self._coded else self._folder.dtype(name)
-
-    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
-        if name not in self._coded:
-            return self._folder.read(name)
-        parts: list[Any] = []
-        for end in (BLOCKS, SCALES):
-            stored = self._folder.dtype(f"{name}{end}")
-            if stored != "uint8":
-                raise UserError(
-                    f"{name}{end} in {self.path} is stored as {stored}; expected uint8: copy the "
+                    f"{each} in {folder.path} is stored as {folder.dtype(each)}; expected uint8: copy the "
                     "checkpoint anew"
                 )
-            parts.append(self._folder.read(f"{name}{end}"))
-        return decoded(*parts)
-
-    def in_file_order(self, names: Iterable[str]) -> list[str]:
-        stored = {f"{name}{BLOCKS}" if name in self._coded else name: name for name in names}
-        return [stored[name] for name in self._folder.in_file_order(stored)]
-
-    def is_decoded(self, name: str) -> bool:
-        """Whether the tensor is stored in MXFP4."""
-        return name in self._coded
+        shapes[name] = (blocks[0], 32 * blocks[2], blocks[1])
+    plain: dict[str, tuple[str, ...]] = {name: (name,) for name in found if name not in hidden}
+    return Decoded(folder, plain | parts, shapes, decoded, "stacks of matrices of MXFP4")

@@ -42,28 +42,6 @@ _STORAGES: dict[str, Any] = {
     "BoolStorage": np.bool_,
 }
 
-_RENAMED = (
-    (r"^encoder\.pre_encode\.conv\.", "subsampling.layers."),
-    (r"^encoder\.pre_encode\.out\.", "subsampling.linear."),
-    (r"^encoder\.", ""),
-    (r"\.self_attn\.linear_([qkv])\.", r".self_attn.\1_proj."),
-    (r"\.self_attn\.linear_out\.", ".self_attn.o_proj."),
-    (r"\.self_attn\.linear_pos\.", ".self_attn.relative_k_proj."),
-    (r"\.self_attn\.pos_bias_([uv])$", r".self_attn.bias_\1"),
-    (r"\.conv\.batch_norm\.", ".conv.norm."),
-)
-"""NeMo's names -> those of ParakeetEncoder in the transformers library."""
-_NEMO = (
-    ("subsampling.layers.", "pre_encode.conv."),
-    ("subsampling.linear.", "pre_encode.out."),
-    *((f".self_attn.{x}_proj.", f".self_attn.linear_{x}.") for x in "qkv"),
-    (".self_attn.o_proj.", ".self_attn.linear_out."),
-    (".self_attn.relative_k_proj.", ".self_attn.linear_pos."),
-    (".self_attn.bias_", ".self_attn.pos_bias_"),
-    (".conv.norm.", ".conv.batch_norm."),
-)
-"""The same, back."""
-
 
 class _Storage(NamedTuple):
     """A member of the zip file: elements of one dtype."""
@@ -82,17 +60,16 @@ class _Stored(NamedTuple):
 
 
 class NemoArchive:
-    """The encoder's tensors in the archive `path`, by ParakeetEncoder's names. fields: its config.json.
+    """The encoder's tensors in the archive `path`, by name. fields: NeMo's settings of the model.
 
-    Raises UserError for an archive that is damaged, names files outside itself or holds more than tensors,
-    and for an encoder of another kind.
+    Raises UserError for an archive that is damaged, names files outside itself or holds more than tensors.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         with ExitStack() as files:
             config, weights = _members(path, files)
-            self.fields = _fields(config, path)
+            self.fields = _settings(config, path)
             self._zip, self._root, state = _read_checkpoint(weights, path)
             found = {str(n): x for n, x in state.items() if str(n).startswith("encoder.")}
             strange = [name for name, x in found.items() if not isinstance(x, _Stored)]
@@ -101,7 +78,7 @@ class NemoArchive:
                     f"{strange[0]} in {path} is no tensor; expected the weights of a NeMo model: copy it anew"
                 )
             weakref.finalize(self, files.pop_all().close)
-        self._stored = {_renamed(name): x for name, x in found.items()}
+        self._stored = found
         self.shapes: dict[str, Shape] = {name: x.shape for name, x in self._stored.items()}
 
     def dtype(self, name: str) -> str:
@@ -122,6 +99,7 @@ class NemoArchive:
         return np.lib.stride_tricks.as_strided(elements[offset:], shape, steps, writeable=False)
 
     def in_file_order(self, names: Iterable[str]) -> list[str]:
+        """The names, sorted: the archive's members have no better order."""
         return sorted(names)
 
 
@@ -183,6 +161,7 @@ class _Unpickler(pickle.Unpickler):
     """Knows tensors, their storages and ordered dicts. Imports nothing that the pickle names."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """The stand-in for a name in the pickle. Raises UnpicklingError for one that tensors do not need."""
         if (module, name) == ("collections", "OrderedDict"):
             return OrderedDict
         if (module, name) == ("torch._utils", "_rebuild_tensor_v2"):
@@ -194,6 +173,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it asks for {module}.{name}")
 
     def persistent_load(self, pid: Any) -> _Storage:
+        """A tensor's storage. Raises UnpicklingError for anything else."""
         match pid:
             case ("storage", _Kind() as kind, str(key), _, int()) if re.fullmatch(r"\w+", key):
                 return _Storage(_STORAGES[kind.name], key)
@@ -214,72 +194,8 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
     return _Stored(storage, offset, tuple(shape), tuple(stride))
 
 
-def nemo_name(name: str) -> str:
-    """NeMo's name, below "encoder.", of a tensor of ParakeetEncoder."""
-    for ours, theirs in _NEMO:
-        name = name.replace(ours, theirs)
-    return name
-
-
-def _renamed(name: str) -> str:
-    for pattern, new in _RENAMED:
-        name = re.sub(pattern, new, name)
-    return name
-
-
-def _fields(text: bytes, path: Path) -> dict[str, Any]:
-    """NeMo's settings as a ParakeetEncoder's config.json."""
+def _settings(text: bytes, path: Path) -> Any:
     try:
-        config = yaml.safe_load(text)
+        return yaml.safe_load(text)
     except yaml.YAMLError as error:
         raise UserError(f"{CONFIG} in {path} cannot be read ({error}): copy the archive anew") from error
-    return encoder_fields(config, f"{CONFIG} in {path}")
-
-
-def encoder_fields(config: Any, where: str) -> dict[str, Any]:
-    """The settings of a ParakeetEncoder's config.json.
-
-    config: NeMo's settings of a model, with "encoder" and "preprocessor". Raises UserError for another kind
-    of encoder than jaxthd's.
-    """
-    try:
-        encoder = config["encoder"]
-        features = encoder["feat_in"]
-        if isinstance(features, str):  # ${model.preprocessor.features}, or the like
-            features = config["preprocessor"]["features"]
-        dim = int(encoder["d_model"])
-        fields = {
-            "model_type": "parakeet_encoder",
-            "num_mel_bins": int(features),
-            "num_hidden_layers": int(encoder["n_layers"]),
-            "hidden_size": dim,
-            "num_attention_heads": int(encoder["n_heads"]),
-            "intermediate_size": dim * int(encoder.get("ff_expansion_factor", 4)),
-            "conv_kernel_size": int(encoder["conv_kernel_size"]),
-            "subsampling_conv_channels": int(encoder["subsampling_conv_channels"]),
-            "subsampling_factor": int(encoder["subsampling_factor"]),
-            "attention_bias": bool(encoder.get("use_bias", True)),
-            "convolution_bias": bool(encoder.get("use_bias", True)),
-            "scale_input": bool(encoder.get("xscaling", True)),
-        }
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(
-            f"{where} describes no FastConformer encoder ({error!r}); expected a model such as "
-            "Parakeet or Canary: choose another checkpoint"
-        ) from error
-    expected = {
-        "subsampling": "dw_striding",
-        "self_attention_model": "rel_pos",
-        "conv_norm_type": "batch_norm",
-        "untie_biases": True,
-    }
-    context = encoder.get("att_context_size") or [-1, -1]
-    differing = [f"{k} {encoder[k]!r}, not {v!r}" for k, v in expected.items() if encoder.get(k, v) != v]
-    if [-1, -1] not in (context, *(context if isinstance(context[0], list) else ())):
-        differing.append(f"att_context_size {context}, not [-1, -1]")
-    if differing:
-        raise UserError(
-            f"the encoder in {where} has {'; '.join(differing)}: it is of another kind than jaxthd's "
-            "FastConformer. Choose another checkpoint"
-        )
-    return fields

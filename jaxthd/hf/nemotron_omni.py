@@ -4,25 +4,17 @@ A speech LLM has no use for its vision tower: import skips it, export copies it 
 model takes the LLM alone.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import (
-    ADAPTER,
-    ENCODER,
-    LLM,
-    Family,
-    Fields,
-    SpecialTokens,
-    encoder_of,
-    must_be,
-    required,
-)
-from jaxthd.hf.names import Names
-from jaxthd.hf.nemotron_h import llm_config, llm_fields, token_fields, write_llm
-from jaxthd.hf.parakeet import encoder_config, encoder_fields, write_encoder
+from jaxthd.hf.decoder import token_fields
+from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family, Fields, TokenIds, must_be, required
+from jaxthd.hf.names import Shape, Tensor, tensors
+from jaxthd.hf.nemotron_h import NEMOTRON_H
+from jaxthd.hf.parakeet import encoder_config, encoder_fields, encoder_tensors
 
 _PROJECTION_EPS = 1e-5
 
@@ -55,7 +47,7 @@ def _parts(fields: Fields) -> tuple[Fields, Fields]:
 
 def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
     text, audio = _parts(fields)
-    llm = llm_config(text, model.llm, "text_config")
+    llm = NEMOTRON_H.read(text, model.llm, "text_config")
     if model.encoder is None:
         return replace(model, llm=llm)
     must_be(audio, {"projection_bias": False}, "audio_config")
@@ -70,7 +62,7 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    encoder = encoder_of(model, "audio model")
+    encoder = model.audio_encoder
     if not model.adapter_dim or model.adapter_bias or model.llm.norm_eps != _PROJECTION_EPS:
         raise UserError(
             f"model.adapter_dim is {model.adapter_dim}, model.adapter_bias {model.adapter_bias} and "
@@ -80,7 +72,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
         )
     audio = encoder_fields(encoder)
     audio |= {"projection_hidden_size": model.adapter_dim, "projection_bias": False}
-    text = llm_fields(model.llm)
+    text = NEMOTRON_H.write(model.llm)
     for part in (audio, text):
         del part["architectures"]
     return {
@@ -92,17 +84,16 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
+def _tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
     if model.encoder is not None:
-        write_encoder(model.encoder, names.within("sound_encoder.encoder.", ""))
-        projection = names.within("sound_projection.", "adapter.")
-        projection.same("norm.weight", "norm.weight")
-        projection.linear("linear1", "up")
-        projection.linear("linear2", "out")
-    write_llm(model.llm, _parts(fields)[0], names.within("language_model.", ""))
+        yield from encoder_tensors(model.encoder, shapes, "sound_encoder.encoder.")
+        projection = {"norm": "norm", "linear1": "up", "linear2": "out"}
+        yield from tensors(projection, shapes, "sound_projection.", "adapter.")
+    for tensor in NEMOTRON_H.tensors(model.llm, _parts(fields)[0], shapes):
+        yield tensor._replace(name=f"language_model.{tensor.name}")
 
 
-def _token_fields(tokens: SpecialTokens) -> dict[str, Any]:
+def _token_fields(tokens: TokenIds) -> dict[str, Any]:
     return {"text_config": token_fields(tokens), "audio_token_id": tokens.audio_id}
 
 
@@ -114,7 +105,7 @@ FAMILY = Family(
     covers=(*ENCODER, *ADAPTER, *LLM),
     configure=_configure,
     fields=_fields,
-    write=_write,
+    tensors=_tensors,
     ignored=(
         "vision_model.*",
         "vision_final_layernorm.*",

@@ -1,11 +1,24 @@
 """Parakeet's encoder (transformers: ParakeetEncoder, alone or below the head of a speech recogniser)."""
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import EncoderConfig, ModelConfig
-from jaxthd.hf.family import ENCODER, Family, Fields, encoder_of, must_be, required
-from jaxthd.hf.names import Names, Shape
+from jaxthd.hf.decoder import ATTENTION
+from jaxthd.hf.family import (
+    ENCODER,
+    Family,
+    Field,
+    Fields,
+    Settings,
+    must_be,
+    read_settings,
+    required,
+    updated,
+    write_settings,
+)
+from jaxthd.hf.names import Arrays, Below, Shape, Table, Tensor, matrix, tensors
 
 _EXPECTED = {
     "hidden_act": "silu",
@@ -13,27 +26,58 @@ _EXPECTED = {
     "subsampling_conv_kernel_size": 3,
     "subsampling_conv_stride": 2,
 }
-_SIZES: dict[str, tuple[str, Any]] = {
-    "num_mels": ("num_mel_bins", 80),
-    "layers": ("num_hidden_layers", 24),
-    "dim": ("hidden_size", 1024),
-    "heads": ("num_attention_heads", 8),
-    "ffn_dim": ("intermediate_size", 4096),
-    "conv_kernel": ("conv_kernel_size", 9),
-    "subsampling_channels": ("subsampling_conv_channels", 256),
-    "linear_bias": ("attention_bias", True),
-    "conv_bias": ("convolution_bias", True),
-    "scale_input": ("scale_input", True),
+_SIZES: Settings = {
+    "num_mels": Field("num_mel_bins", 80),
+    "layers": Field("num_hidden_layers", 24),
+    "dim": Field("hidden_size", 1024),
+    "heads": Field("num_attention_heads", 8),
+    "ffn_dim": Field("intermediate_size", 4096),
+    "conv_kernel": Field("conv_kernel_size", 9),
+    "subsampling_channels": Field("subsampling_conv_channels", 256),
+    "linear_bias": Field("attention_bias", True),
+    "conv_bias": Field("convolution_bias", True),
+    "scale_input": Field("scale_input", True),
 }
-"""Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
+_SQUARE, _POINT_2D, _POINT_1D, _TAPS = (1, 3, 3), (0, 1, 1), (0, 1), (1, 0)
+"""Kernels of convolutions, behind the output channels; 0 is the number of input channels or of taps."""
+_FFN: Table = {"linear1": "up", "linear2": "down"}
+_CONV: Table = {
+    "pointwise_conv1.weight": matrix("up.w", tail=_POINT_1D),
+    "pointwise_conv1.bias": "up.bias",
+    "depthwise_conv.weight": matrix("depthwise", tail=_TAPS),
+    "depthwise_conv.bias": "depthwise_bias",
+    "pointwise_conv2.weight": matrix("down.w", tail=_POINT_1D),
+    "pointwise_conv2.bias": "down.bias",
+    "norm": "norm",
+    "norm.running_mean": "norm.mean",
+    "norm.running_var": "norm.variance",
+    "norm.num_batches_tracked": None,
+}
+_BLOCK: Table = {
+    "feed_forward1.": Below("ffn1.", _FFN),
+    "feed_forward2.": Below("ffn2.", _FFN),
+    "self_attn.": Below(
+        "attention.",
+        {
+            **ATTENTION,
+            "relative_k_proj.weight": matrix("position"),
+            "bias_u": "content_bias",
+            "bias_v": "position_bias",
+        },
+    ),
+    "conv.": Below("conv.", _CONV),
+    "norm_feed_forward1": "norm_ffn1",
+    "norm_self_att": "norm_attention",
+    "norm_conv": "norm_conv",
+    "norm_feed_forward2": "norm_ffn2",
+    "norm_out": "norm_out",
+}
 
 
 def encoder_config(fields: Fields, encoder: EncoderConfig, where: str = "config.json") -> EncoderConfig:
     """`encoder` with the checkpoint's settings; absent ones are the library's defaults."""
     must_be(fields, _EXPECTED, where)
-    return replace(
-        encoder, **{ours: fields.get(theirs, default) for ours, (theirs, default) in _SIZES.items()}
-    )
+    return updated(encoder, read_settings(fields, _SIZES), where)
 
 
 def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
@@ -41,89 +85,45 @@ def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
     return {
         "architectures": ["ParakeetEncoder"],
         "model_type": "parakeet_encoder",
-        **{theirs: getattr(encoder, ours) for ours, (theirs, _) in _SIZES.items()},
+        **write_settings(encoder, _SIZES),
         **_EXPECTED,
     }
 
 
-def _pointwise_2d(channels: int) -> Shape:
-    return (channels, 1, 1)
-
-
-def _pointwise_1d(channels: int) -> Shape:
-    return (channels, 1)
-
-
-def write_encoder(encoder: EncoderConfig, names: Names) -> None:
-    """Writes the name table of our arrays below "encoder."."""
-    names = names.within("", "encoder.")
-    _subsampling(encoder, names.within("subsampling.", "subsampling."))
-    for number in range(encoder.layers):
-        _block(names.within(f"layers.{number}.", "blocks.", number))
-
-
-def _subsampling(encoder: EncoderConfig, names: Names) -> None:
-    def square(taps: int) -> Shape:
-        return (1, 3, 3)
-
-    names.linear("layers.0", "first", tail=square)
-    for ours, depthwise, pointwise in (("later.0", 2, 3), ("later.1", 5, 6)):
-        names.transposed(f"layers.{depthwise}.weight", f"{ours}.w", tail=square)
-        names.same(f"layers.{depthwise}.bias", f"{ours}.bias")
-        names.linear(f"layers.{pointwise}", f"{ours}.pointwise", tail=_pointwise_2d)
+def encoder_tensors(
+    encoder: EncoderConfig, shapes: Mapping[str, Shape], theirs: str = ""
+) -> Iterator[Tensor]:
+    """The tensors of our arrays below "encoder.". theirs: what their names have in front."""
     # The library flattens (channels, bands), jaxthd (bands, channels).
-    bands = encoder.num_mels // 8
-    names.reshaped("linear.weight", "out.w", (encoder.dim, encoder.subsampling_channels, bands), (2, 1, 0))
-    names.same("linear.bias", "out.bias")
-
-
-def _block(names: Names) -> None:
-    for theirs, ours in (("feed_forward1.", "ffn1."), ("feed_forward2.", "ffn2.")):
-        ffn = names.within(theirs, ours)
-        ffn.linear("linear1", "up")
-        ffn.linear("linear2", "down")
-
-    attention = names.within("self_attn.", "attention.")
-    for theirs, ours in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
-        attention.linear(theirs, ours)
-    attention.transposed("relative_k_proj.weight", "position")
-    attention.same("bias_u", "content_bias")
-    attention.same("bias_v", "position_bias")
-
-    conv = names.within("conv.", "conv.")
-    conv.linear("pointwise_conv1", "up", tail=_pointwise_1d)
-    conv.transposed("depthwise_conv.weight", "depthwise", tail=lambda taps: (1, taps))
-    if conv.has("depthwise_bias"):
-        conv.same("depthwise_conv.bias", "depthwise_bias")
-    conv.linear("pointwise_conv2", "down", tail=_pointwise_1d)
-    for theirs, ours in (
-        ("weight",) * 2,
-        ("bias",) * 2,
-        ("running_mean", "mean"),
-        ("running_var", "variance"),
-    ):
-        conv.same(f"norm.{theirs}", f"norm.{ours}")
-    conv.counter("norm.num_batches_tracked")
-
-    norms = {"feed_forward1": "ffn1", "self_att": "attention", "conv": "conv", "feed_forward2": "ffn2"}
-    for theirs, ours in (norms | {"out": "out"}).items():
-        for part in ("weight", "bias"):
-            names.same(f"norm_{theirs}.{part}", f"norm_{ours}.{part}")
-
-
-def _encoder_fields(fields: Fields) -> Fields:
-    """A recogniser's config.json has them under encoder_config."""
-    return fields if fields["model_type"] == "parakeet_encoder" else required(fields, "encoder_config")
+    view = (encoder.dim, encoder.subsampling_channels, encoder.num_mels // 8)
+    flattened = Arrays(("out.w",), view, order=(2, 1, 0), tail=(view[1] * view[2],))
+    subsampling: dict[str, Any] = {
+        "layers.0.weight": matrix("first.w", tail=_SQUARE),
+        "layers.0.bias": "first.bias",
+    }
+    for ours, depthwise, pointwise in (("later.0", 2, 3), ("later.1", 5, 6)):
+        subsampling |= {
+            f"layers.{depthwise}.weight": matrix(f"{ours}.w", tail=_SQUARE),
+            f"layers.{depthwise}.bias": f"{ours}.bias",
+            f"layers.{pointwise}.weight": matrix(f"{ours}.pointwise.w", tail=_POINT_2D),
+            f"layers.{pointwise}.bias": f"{ours}.pointwise.bias",
+        }
+    subsampling |= {"linear.weight": flattened, "linear.bias": "out.bias"}
+    table = {
+        "subsampling.": Below("subsampling.", subsampling),
+        "layers.{}.": Below("blocks.", _BLOCK, over="norm_out.weight"),
+    }
+    return tensors(table, shapes, theirs, "encoder.")
 
 
 def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
-    encoder = model.encoder or EncoderConfig()
-    return replace(model, encoder=encoder_config(_encoder_fields(fields), encoder))
+    """A recogniser's config.json has the encoder's settings under encoder_config."""
+    own = fields if _is_alone(fields) else required(fields, "encoder_config")
+    return replace(model, encoder=encoder_config(own, model.encoder or EncoderConfig()))
 
 
-def _write(model: ModelConfig, fields: Fields, names: Names) -> None:
-    is_alone = fields["model_type"] == "parakeet_encoder"
-    write_encoder(encoder_of(model, "encoder"), names if is_alone else names.within("encoder.", ""))
+def _is_alone(fields: Fields) -> bool:
+    return fields["model_type"] == "parakeet_encoder"
 
 
 FAMILY = Family(
@@ -133,7 +133,9 @@ FAMILY = Family(
     model_types=("parakeet_encoder", "parakeet_ctc", "parakeet_tdt", "parakeet_rnnt"),
     covers=ENCODER,
     configure=_configure,
-    fields=lambda model: encoder_fields(encoder_of(model, "encoder")),
-    write=_write,
+    fields=lambda model: encoder_fields(model.audio_encoder),
+    tensors=lambda model, fields, shapes: encoder_tensors(
+        model.audio_encoder, shapes, "" if _is_alone(fields) else "encoder."
+    ),
     ignored=("ctc_head.*", "decoder.*", "joint.*", "encoder_projector.*"),
 )

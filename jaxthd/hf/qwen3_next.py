@@ -6,226 +6,142 @@ A published checkpoint has one module of multi-token prediction, "*E". The libra
 config.json does not tell of it.
 """
 
-from dataclasses import replace
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxthd.config import DeltaConfig, LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import LLM, PLAIN, Family, Fields, mtp_settings, must_be, must_hold, required
-from jaxthd.hf.names import Names, Shape
-from jaxthd.hf.nemotron_h import token_fields
-from jaxthd.hf.rotary import rope_config, rope_fields
-
-_EXPECTED = {"attention_bias": False, "hidden_act": "silu"}
-_SIZES: dict[str, tuple[str, Any]] = {
-    "vocab_size": ("vocab_size", 151936),
-    "dim": ("hidden_size", 2048),
-    "norm_eps": ("rms_norm_eps", 1e-6),
-    "q_heads": ("num_attention_heads", 16),
-    "kv_heads": ("num_key_value_heads", 2),
-    "head_dim": ("head_dim", 256),
-    "ffn_dim": ("intermediate_size", 5632),
-    "tied_embedding": ("tie_word_embeddings", False),
-}
-_MOE_SIZES: dict[str, tuple[str, Any]] = {
-    "experts": ("num_experts", 512),
-    "experts_per_token": ("num_experts_per_tok", 10),
-    "expert_dim": ("moe_intermediate_size", 512),
-    "shared_expert_dim": ("shared_expert_intermediate_size", 512),
-    "router_normalised": ("norm_topk_prob", True),
-}
-_DELTA_SIZES: dict[str, tuple[str, Any]] = {
-    "key_heads": ("linear_num_key_heads", 16),
-    "value_heads": ("linear_num_value_heads", 32),
-    "key_dim": ("linear_key_head_dim", 128),
-    "value_dim": ("linear_value_head_dim", 128),
-    "conv": ("linear_conv_kernel_dim", 4),
-}
-"""Our names -> (theirs, the library's default: config.json may leave out what has its default)."""
-_FORM: dict[str, Any] = PLAIN | {
-    "qk_norm": True,
-    "attention_bias": False,
-    "attention_gate": True,
-    "norm_zero_centred": True,
-    "shared_expert_gate": True,
-    "ffn_form": "swiglu",
-}
-_MOE_FORM: dict[str, Any] = {
-    "router": "softmax",
-    "router_scale": 1.0,
-    "latent_dim": 0,
-}
-"""Our settings that the family has no field for."""
-_MTP_NORMS = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "final_layernorm"}
-_MIXERS = {"linear_attention": "D", "full_attention": "*"}
-FRACTION, INTERVAL = 0.25, 4
-"""The library's defaults: the share of a head that is rotated; every so many layers one has attention."""
-
-
-def _taken(fields: Fields, sizes: dict[str, tuple[str, Any]]) -> dict[str, Any]:
-    return {ours: fields.get(theirs, default) for ours, (theirs, default) in sizes.items()}
-
-
-def llm_config(fields: Fields, llm: LLMConfig) -> LLMConfig:
-    """`llm` with the checkpoint's settings. The stage marks of its pattern stay."""
-    must_be(fields, _EXPECTED)
-    fields = {"partial_rotary_factor": FRACTION, **fields}
-    letters = _letters(fields)
-    settings = _taken(fields, _SIZES) | _FORM
-    if "E" in letters:
-        settings |= _taken(fields, _MOE_SIZES) | _MOE_FORM
-        if not settings["shared_expert_dim"]:
-            raise UserError(
-                "config.json has shared_expert_intermediate_size 0; expected more, since each layer of "
-                "experts has a shared one beside them: choose another checkpoint"
-            )
-    settings["pattern"] = llm.pattern if llm.letters == letters else letters
-    settings["delta"] = DeltaConfig(**_taken(fields, _DELTA_SIZES))
-    settings["rope"] = rope_config(fields, partial=True)
-    settings |= mtp_settings(_mtp_letters(letters), 1, llm)
-    return replace(llm, **settings)
-
-
-def _letters(fields: Fields) -> str:
-    layers = int(required(fields, "num_hidden_layers"))
-    interval = fields.get("full_attention_interval") or INTERVAL
-    alternating = ["full_attention" if (i + 1) % interval == 0 else "linear_attention" for i in range(layers)]
-    kinds = fields.get("layer_types") or alternating
-    unknown = sorted({*kinds} - {*_MIXERS})
-    if unknown or len(kinds) != layers:
-        raise UserError(
-            f"config.json has {layers} layers and layer_types {', '.join(kinds)}; expected one of "
-            f"{' and '.join(_MIXERS)} for each layer: choose another checkpoint"
-        )
-    dense, every = set(fields.get("mlp_only_layers") or []), fields.get("decoder_sparse_step") or 1
-    if not fields.get("num_experts", 1):
-        dense = set(range(layers))
-    ffns = ("-" if i in dense or (i + 1) % every else "E" for i in range(layers))
-    return "".join(_MIXERS[kind] + ffn for kind, ffn in zip(kinds, ffns, strict=True))
-
-
-def _mtp_letters(letters: str) -> str:
-    """The blocks of the module of multi-token prediction, of a model with these blocks."""
-    return "*E" if "E" in letters else "*-"
-
-
-def llm_fields(llm: LLMConfig) -> dict[str, Any]:
-    """config.json of an export. Raises UserError where the family cannot hold the model."""
-    layers = [llm.letters[i : i + 2] for i in range(0, len(llm.letters), 2)]
-    expected = ("DE", "*E", "D-", "*-")
-    if set(layers) - {*expected} or not llm.rope.theta:
-        raise UserError(
-            f"model.llm.pattern is {llm.pattern!r} and model.llm.rope.theta {llm.rope.theta}; expected "
-            f"{', '.join(expected)} alone and more than 0 for Qwen3NextForCausalLM: choose another format"
-        )
-    experts = "E" in llm.letters
-    mtp = {"mtp_pattern": _mtp_letters(llm.letters), "mtp_modules": 1} if llm.mtp_pattern else {}
-    must_hold(llm, _FORM | (_MOE_FORM if experts else {}) | mtp, "Qwen3NextForCausalLM")
-    if experts and not llm.shared_expert_dim:
-        raise UserError(
-            "model.llm.shared_expert_dim is 0; expected more for Qwen3NextForCausalLM, whose experts have a "
-            "shared one beside them: choose another format"
-        )
-    names = _SIZES | (_MOE_SIZES if experts else {})
-    theirs = {letter: kind for kind, letter in _MIXERS.items()}
-    return {
-        "architectures": ["Qwen3NextForCausalLM"],
-        "model_type": "qwen3_next",
-        **{theirs: getattr(llm, ours) for ours, (theirs, _) in names.items()},
-        **{theirs: getattr(llm.delta, ours) for ours, (theirs, _) in _DELTA_SIZES.items()},
-        **({} if experts else {"num_experts": 0}),
-        **_EXPECTED,
-        "num_hidden_layers": len(layers),
-        "layer_types": [theirs[layer[0]] for layer in layers],
-        "decoder_sparse_step": 1,
-        "mlp_only_layers": [number for number, layer in enumerate(layers) if layer[1] == "-"],
-        **rope_fields(llm.rope),
-        "partial_rotary_factor": llm.rope.fraction,
-    }
-
-
-def write_llm(llm: LLMConfig, names: Names) -> None:
-    """Writes the LLM's name table."""
-    names.same("model.embed_tokens.weight", "embedding")
-    _write_layers(llm, llm.letters, names.within("model.", "decoder."))
-    names.same("model.norm.weight", "decoder.norm.weight")
-    if not llm.tied_embedding:
-        names.same("lm_head.weight", "head")
-    if llm.mtp_pattern:
-        mtp = names.within("mtp.", "mtp.")
-        _write_layers(llm, llm.mtp_pattern, mtp)
-        around = mtp.within("", "depths.", 0)
-        for theirs, ours in _MTP_NORMS.items():
-            around.same(f"{theirs}.weight", f"{ours}.weight")
-        around.linear("fc", "eh_proj")
-
-
-def _write_layers(llm: LLMConfig, letters: str, names: Names) -> None:
-    done = dict.fromkeys("D*E-", 0)
-    for number in range(len(letters) // 2):
-        layer = names.within(f"layers.{number}.", "layers.")
-        mixer, ffn = letters[2 * number], letters[2 * number + 1]
-        for letter, norm in ((mixer, "input_layernorm"), (ffn, "post_attention_layernorm")):
-            kind, theirs, write = _BLOCKS[letter]
-            block = layer.within("", f"{kind}.", done[letter])
-            block.same(f"{norm}.weight", "norm.weight")
-            write(block.within(f"{theirs}.", "mixer."), llm)
-            done[letter] += 1
-
-
-def _write_delta(names: Names, llm: LLMConfig) -> None:
-    def taps(width: int) -> Shape:
-        return (1, width)
-
-    key_heads = llm.delta.key_heads
-    names.transposed("in_proj_qkvz.weight", "q.w", "k.w", "v.w", "z.w", groups=key_heads)
-    names.transposed("in_proj_ba.weight", "rate.w", "dt.w", groups=key_heads)
-    names.transposed("conv1d.weight", "conv_q", "conv_k", "conv_v", tail=taps)
-    for theirs, ours in (("dt_bias", "dt_bias"), ("A_log", "a_log"), ("norm.weight",) * 2):
-        names.same(theirs, ours)
-    names.linear("out_proj", "out")
-
-
-def _write_attention(names: Names, llm: LLMConfig) -> None:
-    names.transposed("q_proj.weight", "q.w", "gate.w", groups=llm.q_heads)
-    for theirs, ours in (("k_proj", "k"), ("v_proj", "v"), ("o_proj", "out")):
-        names.linear(theirs, ours)
-    for norm in ("q_norm.weight", "k_norm.weight"):
-        names.same(norm, norm)
-
-
-def _write_mlp(names: Names, _: LLMConfig) -> None:
-    for part in ("gate", "up", "down"):
-        names.linear(f"{part}_proj", part)
-
-
-def _write_experts(names: Names, llm: LLMConfig) -> None:
-    names.linear("gate", "router")
-    for expert in range(llm.experts):
-        one = names.within(f"experts.{expert}.", "", expert)
-        for part in ("gate", "up", "down"):
-            one.transposed(f"{part}_proj.weight", part)
-    _write_mlp(names.within("shared_expert.", "shared."), llm)
-    names.linear("shared_expert_gate", "shared_gate")
-
-
-_BLOCKS = {
-    "D": ("delta", "linear_attn", _write_delta),
-    "*": ("attention", "self_attn", _write_attention),
-    "E": ("moe", "mlp", _write_experts),
-    "-": ("mlp", "mlp", _write_mlp),
-}
-"""Of each letter: our stack, their module, the writer of its names."""
-
-FAMILY = Family(
-    format="llm",
-    title="Qwen3NextForCausalLM",
-    gives="the LLM",
-    model_types=("qwen3_next",),
-    covers=LLM,
-    configure=lambda fields, model: replace(model, llm=llm_config(fields, model.llm)),
-    fields=lambda model: llm_fields(model.llm),
-    write=lambda model, fields, names: write_llm(model.llm, names),
-    ignored=("lm_head.weight",),
-    token_fields=token_fields,
+from jaxthd.hf.decoder import (
+    ANY,
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    Decoder,
+    dense_layers,
+    layer_types,
+    sparse_layers,
 )
+from jaxthd.hf.family import Field, Fields, Part, Settings
+from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, tensors
+
+_TYPES = {"linear_attention": "D", "full_attention": "*"}
+_DELTA: Settings = {
+    "key_heads": Field("linear_num_key_heads", 16),
+    "value_heads": Field("linear_num_value_heads", 32),
+    "key_dim": Field("linear_key_head_dim", 128),
+    "value_dim": Field("linear_value_head_dim", 128),
+    "conv": Field("linear_conv_kernel_dim", 4),
+}
+
+
+def _shared_expert_dim(value: int, fields: Fields) -> int:
+    if not value:
+        raise UserError(
+            "config.json has shared_expert_intermediate_size 0; expected more, since each layer of experts "
+            "has a shared one beside them: choose another checkpoint"
+        )
+    return value
+
+
+class Qwen3Next(Decoder):
+    """Checkpoints of Qwen3-Next."""
+
+    def complete(self, fields: Fields) -> Fields:
+        """The fields with the library's defaults that decide about layers and rotated shares."""
+        return {"partial_rotary_factor": 0.25, "num_experts": 512, **fields}
+
+    def letters(self, fields: Fields, where: str) -> str:
+        """The blocks: the gated delta rule or attention, and experts or an MLP."""
+        every = fields.get("full_attention_interval") or 4
+        default = ["linear_attention"] * (every - 1) + ["full_attention"]
+        return sparse_layers(fields, layer_types(fields, _TYPES, default))
+
+    def mtp(self, fields: Fields, letters: str) -> tuple[str, int]:
+        """One module: attention, and what the layers have behind it."""
+        return ("*E" if "E" in letters else "*-"), 1
+
+    def more_fields(self, llm: LLMConfig) -> dict[str, Any]:
+        """The kinds of layers. Raises UserError for another form of multi-token prediction or experts."""
+        if llm.mtp_pattern:
+            self.must_hold(llm, {"mtp_pattern": self.mtp({}, llm.letters)[0], "mtp_modules": 1})
+        has_experts = "E" in llm.letters
+        if has_experts and not llm.shared_expert_dim:
+            raise UserError(
+                "model.llm.shared_expert_dim is 0; expected more for Qwen3NextForCausalLM, whose experts "
+                "have a shared one beside them: choose another format"
+            )
+        types = {letter: name for name, letter in _TYPES.items()}
+        return {
+            **({} if has_experts else {"num_experts": 0}),
+            "layer_types": [types[letter] for letter in llm.letters[::2]],
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": dense_layers(llm.letters),
+            "partial_rotary_factor": llm.rope.fraction,
+        }
+
+    def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
+        """The tables of the delta rule, attention, experts and MLP."""
+        key_heads = llm.delta.key_heads
+        delta: Table = {
+            "in_proj_qkvz.weight": matrix("q.w", "k.w", "v.w", "z.w", groups=key_heads),
+            "in_proj_ba.weight": matrix("rate.w", "dt.w", groups=key_heads),
+            "conv1d.weight": matrix("conv_q", "conv_k", "conv_v", tail=(1, 0)),
+            "dt_bias": "dt_bias",
+            "A_log": "a_log",
+            "norm": "norm",
+            "out_proj": "out",
+        }
+        queries = {"q_proj.weight": matrix("q.w", "gate.w", groups=llm.q_heads)}
+        attention: Table = queries | {name: x for name, x in ATTENTION.items() if name != "q_proj"}
+        others = {name: x for name, x in EXPERTS.items() if name != "shared_experts."}
+        experts = others | {"shared_expert.": Below("shared.", MLP), "shared_expert_gate": "shared_gate"}
+        return {
+            letter: {norm: "norm", module: Below("mixer.", table)}
+            for letter, norm, module, table in (
+                ("D", "input_layernorm", "linear_attn.", delta),
+                ("*", "input_layernorm", "self_attn.", attention),
+                ("E", "post_attention_layernorm", "mlp.", experts),
+                ("-", "post_attention_layernorm", "mlp.", MLP),
+            )
+        }
+
+    def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
+        """One layer, with its norms and its projection beside it."""
+        yield from self.layer_tensors(llm, fields, shapes, llm.mtp_pattern, "mtp.", "mtp.")
+        around = {
+            "pre_fc_norm_embedding": "enorm",
+            "pre_fc_norm_hidden": "hnorm",
+            "norm": "final_layernorm",
+            "fc": "eh_proj",
+        }
+        yield from tensors(around, shapes, "mtp.", "mtp.depths.", (0,))
+
+
+QWEN3_NEXT = Qwen3Next(
+    title="Qwen3NextForCausalLM",
+    model_types=("qwen3_next",),
+    layers=("DE", "*E", "D-", "*-"),
+    rotary="partial",
+    expected={"attention_bias": False, "hidden_act": "silu"},
+    form={"qk_norm": True, "attention_gate": True, "norm_zero_centred": True, "mtp_pattern": ANY},
+    sizes={
+        "vocab_size": Field("vocab_size", 151936),
+        "dim": Field("hidden_size", 2048),
+        "norm_eps": Field("rms_norm_eps", 1e-6),
+        "q_heads": Field("num_attention_heads", 16),
+        "kv_heads": Field("num_key_value_heads", 2),
+        "head_dim": Field("head_dim", 256),
+        "ffn_dim": Field("intermediate_size", 5632),
+        "tied_embedding": Field("tie_word_embeddings", False),
+        "delta": Part(DeltaConfig, _DELTA),
+    },
+    moe_form={"shared_expert_gate": True},
+    moe_sizes={
+        "experts": Field("num_experts", 512),
+        "experts_per_token": Field("num_experts_per_tok", 10),
+        "expert_dim": Field("moe_intermediate_size", 512),
+        "shared_expert_dim": Field("shared_expert_intermediate_size", 512, _shared_expert_dim),
+        "router_normalised": Field("norm_topk_prob", True),
+    },
+)
+FAMILY = QWEN3_NEXT.family()

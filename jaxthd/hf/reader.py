@@ -1,6 +1,6 @@
-"""What reads a published checkpoint's tensors."""
+"""Readers of published checkpoints' tensors."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -12,13 +12,60 @@ from jaxthd.hf.names import Shape
 
 @runtime_checkable
 class Reader(Protocol):
-    """The tensors of a checkpoint, by name. `dtype` is NumPy's name of a tensor's dtype."""
+    """The tensors of a checkpoint, by name."""
 
     path: Path
     shapes: dict[str, Shape]
 
-    def dtype(self, name: str) -> str: ...
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the tensor's dtype."""
+        ...
 
-    def read(self, name: str) -> Shaped[np.ndarray, "..."]: ...
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """The tensor, from the disk."""
+        ...
 
-    def in_file_order(self, names: Iterable[str]) -> list[str]: ...
+    def in_file_order(self, names: Iterable[str]) -> list[str]:
+        """The names in the order in which their tensors are best read."""
+        ...
+
+
+class Decoded:
+    """The tensors of `reader`, some of them made of several stored ones as they are read, in float32.
+
+    stored: each tensor's name -> what it is made of; of one alone, it is that one. shapes: of those that are
+    made of several. decode: (their elements) -> the tensor. form: what these are, for people; "": nothing
+    is said of them.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        stored: Mapping[str, tuple[str, ...]],
+        shapes: Mapping[str, Shape],
+        decode: Callable[..., Shaped[np.ndarray, "..."]],
+        form: str = "",
+    ) -> None:
+        self.path, self.form = reader.path, form
+        self._reader, self._stored, self._decode = reader, stored, decode
+        self.shapes: dict[str, Shape] = {
+            name: shapes.get(name) or reader.shapes[of[0]] for name, of in stored.items()
+        }
+
+    def is_decoded(self, name: str) -> bool:
+        """Whether the tensor is made of several."""
+        return len(self._stored[name]) > 1
+
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the tensor's dtype."""
+        return "float32" if self.is_decoded(name) else self._reader.dtype(self._stored[name][0])
+
+    def read(self, name: str) -> Shaped[np.ndarray, "..."]:
+        """The tensor, from the disk."""
+        found = [self._reader.read(each) for each in self._stored[name]]
+        return self._decode(*found) if self.is_decoded(name) else found[0]
+
+    def in_file_order(self, names: Iterable[str]) -> list[str]:
+        """The names in the order in which their tensors are best read."""
+        first = {self._stored[name][0]: name for name in names}
+        return [first[each] for each in self._reader.in_file_order(first)]

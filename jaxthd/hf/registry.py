@@ -30,7 +30,7 @@ FAMILIES: tuple[Family, ...] = (
 )
 
 FORMATS = ("parts", *dict.fromkeys(family.format for family in FAMILIES))
-"""What an export can be: one folder in a family's format, or "parts", a folder for each part of the model."""
+"""The forms of an export: a folder in a family's format; or "parts", a folder for each part of the model."""
 
 
 def formats_help() -> str:
@@ -79,6 +79,11 @@ def _first_fitting(families: Sequence[Family], model: ModelConfig) -> Family:
 
 def _refusal(family: Family, model: ModelConfig) -> UserError | None:
     """Why the family cannot hold the model; None if it can."""
+    if model.encoder is None and not {*family.covers} <= {*LLM}:
+        return UserError(
+            f"model.encoder is None: a text-only model has nothing for {family.title}; expected an LLM's "
+            "format: choose --format llm"
+        )
     try:
         family.fields(model)
     except UserError as error:

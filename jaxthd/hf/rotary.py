@@ -27,12 +27,13 @@ _SETTINGS: dict[str, dict[str, str]] = {
     | {name: name for name in ("mscale", "mscale_all_dim")},
     "llama3": _LONGER | {name: name for name in ("low_freq_factor", "high_freq_factor")},
 }
-"""Of each kind of scaling: their names -> those of RopeConfig."""
+"""Settings of each kind of scaling: their names -> those of RopeConfig."""
 
 
-def rope_config(fields: Fields, default_theta: float = 10000.0, *, partial: bool = False) -> RopeConfig:
-    """The settings that `fields` give. default_theta: the family's, where they give none. partial: whether
-    the family may rotate a share of each head; the library's other families ignore partial_rotary_factor.
+def rope_config(fields: Fields, *, partial: bool = False) -> RopeConfig:
+    """The settings that `fields` give.
+
+    partial: whether the family may rotate a share of each head; others ignore partial_rotary_factor.
 
     Raises UserError for a scaling that jaxthd does not compute, and for a share in a family without.
     """
@@ -61,7 +62,7 @@ def rope_config(fields: Fields, default_theta: float = 10000.0, *, partial: bool
             f"config.json has partial_rotary_factor {fraction}; expected 1 or none, because the library "
             "rotates whole heads in this family: remove it, or choose another checkpoint"
         )
-    theta = given.get("rope_theta") or fields.get("rope_theta") or default_theta
+    theta = given.get("rope_theta") or fields.get("rope_theta") or 10000.0
     numbers: dict[str, Any] = {name: x if name in _WHOLE else float(x) for name, x in settings.items()}
     return RopeConfig(theta=float(theta), fraction=float(fraction), scaling=_KINDS[kind], **numbers)
 
@@ -81,12 +82,12 @@ def _refuse_unknown(given: Mapping[str, Any], kind: str) -> None:
         )
 
 
-def must_rotate_whole_heads(rope: RopeConfig, format: str) -> None:
-    """Raises UserError for a model without rotary embedding, or with one on a share of each head."""
-    if not rope.theta or rope.fraction != 1:
+def must_rotate(rope: RopeConfig, format: str, *, partial: bool = False) -> None:
+    """Raises UserError for a model without rotary embedding; unless `partial`, for one on a part of heads."""
+    if not rope.theta or (rope.fraction != 1 and not partial):
         raise UserError(
-            f"model.llm.rope has theta {rope.theta} and fraction {rope.fraction}; expected a theta, and "
-            f"fraction 1, for {format}: choose another format"
+            f"model.llm.rope has theta {rope.theta} and fraction {rope.fraction}; expected a theta"
+            f"{'' if partial else ', and fraction 1,'} for {format}: choose another format"
         )
 
 

@@ -72,7 +72,7 @@ class SafetensorsFolder:
             ) from error
 
     def _read_float8(self, name: str) -> Shaped[np.ndarray, "..."]:
-        """What the library reads for torch alone."""
+        """A tensor of float8, which the library reads for torch alone."""
         file = self._files[name]
         with file.open("rb") as stream:
             (size,) = struct.unpack("<Q", stream.read(8))
@@ -120,6 +120,7 @@ class SafetensorsFolder:
         return self._open[1]
 
     def in_file_order(self, names: Iterable[str]) -> list[str]:
+        """The names in the order in which their tensors are best read."""
         return sorted(names, key=lambda name: (str(self._files[name]), name))
 
 

@@ -1,4 +1,4 @@
-"""Every setting of a model is in a class, and weights of another value are treated as the class says."""
+"""Weights of another value of a setting of the model are refused, or taken and said."""
 
 from dataclasses import asdict, replace
 from fnmatch import fnmatch
@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from jaxthd.config import AdaptConfig, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config import LLMConfig, ModelConfig, RopeConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat
-from jaxthd.files.weight_fields import FREE, MEANING, RESCALED, SAID, SHAPE, compare_models
+from jaxthd.files.weight_fields import REFUSED, SAID, compare_models
 
 LLM = LLMConfig(rope=RopeConfig(theta=1e4), mtp_pattern="*", mtp_shared=False)
 MODEL = ModelConfig(llm=LLM)
@@ -21,7 +21,7 @@ TEXTS = {
     "ffn_form": "swiglu",
     "router": "softmax",
 }
-FIELDS = flat(asdict(MODEL), "model.") | flat(asdict(AdaptConfig()), "adapt.")
+FIELDS = flat(asdict(MODEL), "model.")
 
 
 def other(name: str, value: Any) -> Any:
@@ -39,30 +39,22 @@ def changed(node: Any, path: list[str]) -> Any:
     return replace(node, **{path[0]: changed(old, path[1:]) if path[1:] else other(path[0], old)})
 
 
-def classes_of(name: str) -> list[str]:
-    """The classes whose patterns match; of SAID and another one the other, which has the exceptions."""
-    classes = {"shape": SHAPE, "meaning": MEANING, "said": SAID, "rescaled": RESCALED, "free": FREE}
-    found = [each for each, patterns in classes.items() if any(fnmatch(name, x) for x in patterns)]
-    return [each for each in found if each != "said"] or found
+def is_said(name: str) -> bool:
+    said, refused = (any(fnmatch(name, x) for x in patterns) for patterns in (SAID, REFUSED))
+    return said and not refused
+
+
+@pytest.mark.parametrize("pattern", [*SAID, *REFUSED])
+def test_every_pattern_is_of_a_field(pattern: str):
+    assert any(fnmatch(name, pattern) for name in FIELDS)
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_every_field_is_in_one_class(name: str):
-    assert len(classes_of(name)) == 1, "put it into one of the classes of jaxthd/files/weight_fields.py"
-
-
-@pytest.mark.parametrize("pattern", [*SHAPE, *MEANING, *SAID, *RESCALED, *FREE])
-def test_every_pattern_is_of_a_field(pattern: str):
-    names = {**FIELDS, "model.encoder": None}  # a field by itself in a text-only model
-    assert any(fnmatch(name, pattern) for name in names)
-
-
-@pytest.mark.parametrize("name", [name for name in FIELDS if name.startswith("model.")])
 def test_weights_of_another_model_are_refused_or_said_by_name(name: str):
     """Whether or not the arrays have the same shapes."""
     there = changed(MODEL, name.split(".")[1:])
     assert compare_models(Path("run"), MODEL, MODEL) == {}
-    if classes_of(name) == ["said"]:
+    if is_said(name):
         assert [*compare_models(Path("run"), there, MODEL)] == [name]
         return
     with pytest.raises(UserError, match=rf"run holds weights of another model:\n  {name}: .* there, .* here"):

@@ -143,7 +143,7 @@ def test_sizes_are_read_off_the_tensors(folder, tmp_path):
             "ConformerEncoder",
         ),
         (lambda f: f["perception"]["preprocessor"].update(normalize="all"), "normalize: 'all'"),
-        (lambda f: f["perception"]["encoder"].update(subsampling="striding"), "subsampling 'striding'"),
+        (lambda f: f["perception"]["encoder"].update(subsampling="striding"), "subsampling: 'striding'"),
         (lambda f: f["lora"].update(target_modules=["lm_head"]), "target_modules has lm_head"),
         (lambda f: f["lora"].update(use_rslora=True), "use_rslora: True"),
         (lambda f: f["lora"].update(alpha_pattern={"q_proj": 4}), "alpha_pattern: {'q_proj': 4}"),

@@ -16,12 +16,13 @@ from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
 from jaxthd.hf.checkpoint import open_checkpoint
-from jaxthd.hf.deepseek_v3 import llm_config, llm_fields
+from jaxthd.hf.deepseek_v3 import DEEPSEEK_V3
 from jaxthd.hf.registry import export_families
 from jaxthd.hf.safetensors_files import SafetensorsFolder, SafetensorsWriter
 from jaxthd.planning.parameters import parameter_groups
 from tests.hf.published import write_published
 
+READ, WRITE = DEEPSEEK_V3.read, DEEPSEEK_V3.write
 CONFIGS = Path(__file__).parents[2] / "configs"
 PUBLISHED: dict[str, Any] = {
     "attention_bias": False,
@@ -120,7 +121,7 @@ def test_the_configs_have_the_parameters_of_the_published_models(
     """published: with the routers' correction biases, which are buffers here. Those used for a token are
     compared with a count by hand."""
     config = load_config(CONFIGS / f"{name}.py")
-    read = llm_config(fields, replace(config.model.llm, pattern=""))
+    read = READ(fields, replace(config.model.llm, pattern=""))
     assert read.mtp_pattern == "LE" * fields["num_nextn_predict_layers"]
     assert config.model.llm == replace(read, mtp_pattern="")
     counted = [
@@ -138,17 +139,17 @@ def test_the_configs_have_the_parameters_of_the_published_models(
 
 @pytest.mark.parametrize("fields", [PUBLISHED, MOONLIGHT], ids=["DeepSeek-V3", "Moonlight"])
 def test_settings_are_read_and_written_back(fields: dict[str, Any]) -> None:
-    llm = llm_config(fields, LLMConfig())
+    llm = READ(fields, LLMConfig())
     layers, dense = fields["num_hidden_layers"], fields["first_k_dense_replace"]
     assert llm.letters == "L-" * dense + "LE" * (layers - dense)
     assert llm.shared_expert_dim == {61: 2048, 27: 2816}[layers]
-    again = llm_fields(llm)
-    assert llm_config(again, LLMConfig()) == llm
+    again = WRITE(llm)
+    assert READ(again, LLMConfig()) == llm
     assert again["n_shared_experts"] == fields["n_shared_experts"]
     marked = replace(llm, pattern=f"{llm.pattern[:4]}|{llm.pattern[4:]}")
-    assert llm_config(fields, marked).pattern == marked.pattern
+    assert READ(fields, marked).pattern == marked.pattern
     assert export_families(ModelConfig(encoder=None, llm=llm))[""].title == "DeepseekV3ForCausalLM"
-    ungrouped = llm_fields(replace(llm, router_groups=1, router_groups_per_token=4))
+    ungrouped = WRITE(replace(llm, router_groups=1, router_groups_per_token=4))
     assert (ungrouped["n_group"], ungrouped["topk_group"]) == (1, 1)
 
 
@@ -156,8 +157,8 @@ def test_what_is_absent_has_the_librarys_default_and_null_is_none() -> None:
     """DeepSeek-V3's own settings are the defaults."""
     names = ("first_k_dense_replace", "n_group", "n_shared_experts", "q_lora_rank", "topk_group")
     absent = {name: x for name, x in PUBLISHED.items() if name not in names}
-    assert llm_config(absent, LLMConfig()) == llm_config(PUBLISHED, LLMConfig())
-    none = llm_config(PUBLISHED | dict.fromkeys(names), LLMConfig())
+    assert READ(absent, LLMConfig()) == READ(PUBLISHED, LLMConfig())
+    none = READ(PUBLISHED | dict.fromkeys(names), LLMConfig())
     assert none.letters == "LE" * 61
     assert (none.router_groups, none.router_groups_per_token) == (1, 1)
     assert (none.shared_expert_dim, none.latent_attention.q_lora_rank) == (0, 0)
@@ -175,7 +176,7 @@ def test_what_is_absent_has_the_librarys_default_and_null_is_none() -> None:
 )
 def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError, match=said):
-        llm_config(PUBLISHED | changed, LLMConfig())
+        READ(PUBLISHED | changed, LLMConfig())
 
 
 @pytest.mark.parametrize(
@@ -189,14 +190,14 @@ def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: 
     ],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(changed: dict[str, Any], said: str) -> None:
-    llm = llm_config(PUBLISHED, LLMConfig())
+    llm = READ(PUBLISHED, LLMConfig())
     with pytest.raises(UserError, match=said):
-        llm_fields(replace(llm, **changed))
+        WRITE(replace(llm, **changed))
     with pytest.raises(UserError, match=r"norm_eps is 1e-05"):
-        llm_fields(replace(llm, latent_attention=replace(llm.latent_attention, norm_eps=1e-5)))
+        WRITE(replace(llm, latent_attention=replace(llm.latent_attention, norm_eps=1e-5)))
     for settings, what in (({"theta": 0.0}, r"theta 0\.0"), ({"fraction": 0.5}, r"fraction 0\.5")):
         with pytest.raises(UserError, match=what):
-            llm_fields(replace(llm, rope=replace(llm.rope, **settings)))
+            WRITE(replace(llm, rope=replace(llm.rope, **settings)))
 
 
 BLOCK = (8, 5)

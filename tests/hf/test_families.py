@@ -7,7 +7,7 @@ import pytest
 
 from jaxthd.config import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.nemotron_h import llm_config
+from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.parakeet import encoder_config
 from jaxthd.hf.registry import export_families
 from tests.helpers import assert_same
@@ -51,7 +51,7 @@ def test_logits_and_gradients_equal_transformers(family):
 def test_settings_that_are_the_librarys_defaults_may_be_absent():
     """As older versions write config.json; and under their older names."""
     fields = {"hybrid_override_pattern": "M*E", "attention_head_dim": 64, "mamba_n_groups": 4}
-    llm = llm_config(fields, LLMConfig())
+    llm = NEMOTRON_H.read(fields, LLMConfig())
     assert (llm.pattern, llm.dim, llm.vocab_size, llm.head_dim, llm.mamba_groups) == (
         "M*E",
         4096,
@@ -63,7 +63,7 @@ def test_settings_that_are_the_librarys_defaults_may_be_absent():
     encoder = encoder_config({"num_mel_bins": 128}, EncoderConfig())
     assert (encoder.layers, encoder.dim, encoder.num_mels, encoder.linear_bias) == (24, 1024, 128, True)
     with pytest.raises(UserError, match="no 'layer_types'"):
-        llm_config({}, LLMConfig())
+        NEMOTRON_H.read({}, LLMConfig())
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from jaxthd.errors import UserError
 from jaxthd.files.run_folder import read_config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.export import export
-from jaxthd.hf.nemotron_h import llm_fields
+from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
@@ -159,7 +159,7 @@ def test_settings_without_tensors_mean_none(tmp_path):
     folder = write(tmp_path / "llm", 0, num_nextn_predict_layers=1)
     model = model_config(folder, model=TEXT)
     assert model.llm.mtp_pattern == ""
-    assert "num_nextn_predict_layers" not in llm_fields(model.llm)
+    assert "num_nextn_predict_layers" not in NEMOTRON_H.write(model.llm)
     assert not any(name.startswith("mtp.") for name in imported(folder, model))
 
 

@@ -11,7 +11,7 @@ from jaxthd.config import LLMConfig, ModelConfig, RopeConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
-from jaxthd.hf.qwen3 import FAMILIES, llm_config, llm_fields
+from jaxthd.hf.qwen3 import FAMILIES, QWEN3, QWEN3_MOE
 from jaxthd.hf.registry import export_families
 from jaxthd.planning.parameters import parameter_groups
 from tests.hf.published import write_published
@@ -49,7 +49,7 @@ def test_the_config_has_the_parameters_of_the_published_model():
 
 
 def test_settings_are_read_and_written_back():
-    llm = llm_config(PUBLISHED, LLMConfig())
+    llm = QWEN3.read(PUBLISHED, LLMConfig())
     assert (llm.letters, llm.rope.theta, llm.router, llm.shared_expert_dim) == (
         "*-*E*-*-*-*E",
         1e6,
@@ -57,16 +57,16 @@ def test_settings_are_read_and_written_back():
         0,
     )
     assert not llm.tied_embedding
-    again = llm_fields(llm, moe=True)
-    assert llm_config(again, LLMConfig()) == llm
+    again = QWEN3_MOE.write(llm)
+    assert QWEN3.read(again, LLMConfig()) == llm
     assert again["mlp_only_layers"] == [0, 2, 3, 4]
     newer = {
         name: x for name, x in PUBLISHED.items() if name not in ("rope_theta", "rope_scaling", "num_experts")
     }
     newer |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "num_local_experts": 128}
-    assert llm_config(newer, LLMConfig()) == llm
+    assert QWEN3.read(newer, LLMConfig()) == llm
     marked = replace(llm, pattern="*-*E*-|*-*-*E")
-    assert llm_config(PUBLISHED, marked).pattern == marked.pattern
+    assert QWEN3.read(PUBLISHED, marked).pattern == marked.pattern
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,7 @@ def test_settings_are_read_and_written_back():
     [
         ({"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}, "type 'dynamic'"),
         ({"rope_scaling": {"rope_type": "yarn"}}, "without factor"),
-        ({"layer_types": ["sliding_attention"] * 6}, "layers of type sliding_attention"),
+        ({"layer_types": ["sliding_attention"] * 6}, "layer_types: sliding_attention"),
         ({"use_sliding_window": True}, "use_sliding_window: True"),
         ({"attention_bias": True}, "attention_bias: True"),
         ({"hidden_size": None}, "no 'hidden_size'"),
@@ -82,7 +82,7 @@ def test_settings_are_read_and_written_back():
 )
 def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: str):
     with pytest.raises(UserError, match=said):
-        llm_config(PUBLISHED | changed, LLMConfig())
+        QWEN3.read(PUBLISHED | changed, LLMConfig())
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,17 @@ def test_what_jaxthd_does_not_compute_is_refused(changed: dict[str, Any], said: 
 )
 def test_a_model_that_a_format_cannot_hold_is_refused(changed: dict[str, Any], said: str):
     llm = replace(
-        llm_config(PUBLISHED | {"num_experts": 0}, LLMConfig()), router="softmax", shared_expert_dim=0
+        QWEN3.read(PUBLISHED | {"num_experts": 0}, LLMConfig()), router="softmax", shared_expert_dim=0
     )
     with pytest.raises(UserError, match=said):
-        llm_fields(replace(llm, **changed), moe="E" in changed.get("pattern", ""))
+        (QWEN3_MOE if "E" in changed.get("pattern", "") else QWEN3).write(replace(llm, **changed))
 
 
 def test_the_format_follows_from_the_blocks():
     """A Nemotron-H folder would be read as a model without positions and gates."""
     titles = {family.title: family for family in FAMILIES}
     for experts, title in ((0, "Qwen3ForCausalLM"), (128, "Qwen3MoeForCausalLM")):
-        llm = llm_config(PUBLISHED | {"num_experts": experts}, LLMConfig())
+        llm = QWEN3.read(PUBLISHED | {"num_experts": experts}, LLMConfig())
         found = export_families(ModelConfig(encoder=None, llm=llm))
         assert found == {"": titles[title]}
     assert export_families(ModelConfig(encoder=None))[""].title == "NemotronHForCausalLM"

@@ -67,6 +67,6 @@ def test_what_is_not_computed_is_refused(fields: dict[str, Any], said: str):
         rope_config(fields)
 
 
-def test_the_familys_base_counts_where_none_is_given():
-    assert rope_config({}, 15e4) == RopeConfig(theta=15e4)
+def test_the_librarys_base_counts_where_none_is_given():
+    assert rope_config({}) == RopeConfig(theta=1e4)
     assert replace(rope_config({}), theta=0.0) == RopeConfig()

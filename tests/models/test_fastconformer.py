@@ -13,8 +13,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
 from jaxthd.config import Config, EncoderConfig
-from jaxthd.hf.names import Names
-from jaxthd.hf.parakeet import encoder_config, write_encoder
+from jaxthd.hf.parakeet import encoder_config, encoder_tensors
 from jaxthd.models import encoder_attention
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
@@ -112,9 +111,9 @@ def parakeet() -> dict[str, np.ndarray]:
 def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
     """(parameters, buffers) from arrays by the library's names; also for gradients or statistics alone."""
     shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
-    names = Names(shapes)
-    write_encoder(CONFIG, names)
-    found = arranged([t for t in names.tensors if t.slices and t.name in named], named, shapes)
+    found = arranged(
+        [t for t in encoder_tensors(CONFIG, shapes) if t.slices and t.name in named], named, shapes
+    )
     trees: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name, x in found.items():
         is_buffer = name.endswith((".mean", ".variance"))
