@@ -83,7 +83,7 @@ REWARD_FIELDS = (
         "Raise rollout.max_new_tokens, or punish length (the reward overlong).",
     ),
 )
-"""Metrics of a step's rewards (jaxthd/rewards/advantages.py): name, unit, meaning, what to do."""
+"""Metrics of a step's rewards (jaxthd/rl/rewards/advantages.py): name, unit, meaning, what to do."""
 
 
 def reference() -> str:
