@@ -1,10 +1,11 @@
 """Nemotron-3-Nano-30B-A3B with a 0.6B FastConformer on 1,024 GPUs: long buffers, each over 512 of them.
 
-    jaxthd estimate configs/nemotron3_nano_1024.py --no-compile
+    jaxthd estimate configs/nemotron3_nano_1024.py
     jaxthd train configs/nemotron3_nano_1024.py
 
-The first command says on paper what a step needs: 19.6 GiB of a device's memory; 23 GiB received over NVLink
-and 156 GiB over the network, 123 GiB of these for the experts; a bubble of 11.1%; a checkpoint of 360 GiB.
+The first command compiles the step, which takes minutes, and says what it needs: 17.3 GiB of a device's
+memory; 23 GiB received over NVLink and 152 GiB over the network, 123 GiB of these for the experts; a bubble
+of 11.1%; a checkpoint of 360 GiB.
 What fails first is loading, since each of the 512 processes of a data rank makes the features of the same
 rows; then the network. The second command reads train.jsonl and validation.jsonl (NeMo manifests) and the
 model's tokenizer.json from this file's folder. It has not yet run on a GPU.

@@ -1,10 +1,11 @@
 """Nemotron-3-Super-120B-A12B with a 0.6B FastConformer on 1,024 GPUs: long buffers, each over 512 of them.
 
-    jaxthd estimate configs/nemotron3_super.py --no-compile
+    jaxthd estimate configs/nemotron3_super.py
     jaxthd train configs/nemotron3_super.py
 
-The first command says on paper what a step needs: 37.8 GiB of a device's memory; 57 GiB received over NVLink
-and 340 GiB over the network, 288 GiB of these for the experts; a bubble of 11.1%; a checkpoint of 1,356 GiB.
+The first command compiles the step, which takes minutes, and says what it needs: 34.9 GiB of a device's
+memory; 57 GiB received over NVLink and 334 GiB over the network, 288 GiB of these for the experts; a bubble
+of 11.1%; a checkpoint of 1,356 GiB.
 What fails first is loading, as for configs/nemotron3_nano_1024.py; then the network. The second command reads
 train.jsonl and validation.jsonl (NeMo manifests) and the model's tokenizer.json from this file's folder. It
 has not yet run on a GPU.

@@ -3,19 +3,17 @@
     jaxthd estimate configs/nemotron3_nano.py --mesh.data 16
     jaxthd estimate runs/my --no-compile
 
-Bytes of the state are exact. Temporary memory and bytes on the wire are given twice: by closed forms
-(jaxthd/planning/memory.py and traffic.py), and from the training step, compiled for as many simulated CPU
-devices as the mesh has; no array of the run's size is ever allocated. CPUs compute bfloat16 in float32, so
-the closed forms are given for float32 too, for comparison. For a config of jaxthd grpo the compiled programs
-are those of its steps: rollouts, scores, the gradient of a batch and the update. Compiling Nemotron-3-Nano
-takes minutes; --no-compile skips it. With data.rungs the tables are those of the largest size, and one more
-compares the sizes. For more devices than a machine has, a further part says what the machines' links, storage
-and loading take, and what fails first (jaxthd/planning/cluster.py), on paper.
+Bytes of the state are exact. Temporary memory and bytes on the wire are those of the training step, compiled
+for as many simulated CPU devices as the mesh has; no array of the run's size is ever allocated. A GPU's
+compiler may hold more or less at a time. For a config of jaxthd grpo the compiled programs are those of its
+steps: rollouts, scores, the gradient of a batch and the update. Compiling Nemotron-3-Nano takes minutes on
+two cores, for 1,024 devices as for 8; --no-compile leaves out what needs it. For more devices than a machine
+has, a further part says what the machines' links, storage and loading take, and what fails first
+(jaxthd/planning/cluster.py), on paper.
 """
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import jax
@@ -23,19 +21,11 @@ import jax
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.objectives.answers import draws_answers
-from jaxthd.packing.fit import BufferLimits
-from jaxthd.parallel.mesh import CONTEXT, batch_specs, bytes_of, on_device
-from jaxthd.planning.bubble import describe_bubble
-from jaxthd.planning.cluster import Cluster, describe_cluster
+from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
+from jaxthd.planning.cluster import GIB, Cluster, describe_cluster
 from jaxthd.planning.compiled_grpo import Program, measure_grpo
-from jaxthd.planning.compiled_step import Measured, abstract_batch, in_float32, measure
-from jaxthd.planning.layouts import laid_out, possible_layouts
-from jaxthd.planning.memory import temporary_memory
+from jaxthd.planning.compiled_step import Measured, abstract_batch, measure
 from jaxthd.planning.parameters import state_bytes
-from jaxthd.planning.search import slot_work
-from jaxthd.planning.sizes import Number
-from jaxthd.planning.stage_memory import decided, describe_stages, has_stages
-from jaxthd.planning.traffic import step_traffic
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
@@ -45,11 +35,12 @@ from jaxthd.validate import DeviceFacts, validate
 
 _OF_MACHINES = Cluster()
 OPTIONS: dict[str, dict[str, Any]] = {
-    "no-compile": {"action": "store_true", "help": "closed forms only"},
+    "no-compile": {"action": "store_true", "help": "state, batch and bubble only, at once"},
     "device-memory": {
         "type": float,
+        "default": _OF_MACHINES.memory / GIB,
         "metavar": "GIB",
-        "help": "memory of a device, for what stages may keep",
+        "help": "memory of a device that a run may use",
     },
     "gpus-a-machine": {"type": int, "default": _OF_MACHINES.gpus, "metavar": "N", "help": "joined by NVLink"},
     "network-gb": {
@@ -69,39 +60,49 @@ def main(argv: list[str] | None = None) -> None:
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
-    memory = None if options.device_memory is None else round(options.device_memory * 2**30)
-    stages = describe_stages(config, memory) if has_stages(config) else ""
-    config = decided(config, memory)
-    draws = draws_answers(objective_of(config))
-    found = measure_grpo(config) if draws and not options.no_compile else None
-    measured = None if options.no_compile else found.update if found else measure(config)
     mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
-    print(f"{path}. {mesh}\n\n{estimate(config, measured)}")
-    if stages:
-        print(f"\n{stages}")
-    if config.data.rungs:
-        print(f"\n{rungs_table(config, measured)}")
+    print(f"{path}. {mesh}\n\n{_state(config)}\n\n{describe_bubble(Blueprint(config))}")
+    if options.no_compile:
+        return
+    drawn = measure_grpo(config) if draws_answers(objective_of(config)) else None
+    step = drawn.update if drawn else measure(config)
+    print(f"\n{describe_step(step)}")
     if config.mesh.devices > options.gpus_a_machine:
-        cluster = Cluster(gpus=options.gpus_a_machine, network=1e9 * options.network_gb)
-        print(f"\n{describe_cluster(config, cluster)}")
-    if found:
-        print(f"\n{programs_table(found.programs)}")
-    if measured:
-        print(f"\nCompiled in {measured.seconds:.0f} s for simulated CPU devices.")
+        cluster = Cluster(
+            gpus=options.gpus_a_machine,
+            memory=options.device_memory * GIB,
+            network=1e9 * options.network_gb,
+        )
+        print(f"\n{describe_cluster(config, cluster, step)}")
+    if drawn:
+        print(f"\n{programs_table(drawn.programs)}")
+    print(f"\nCompiled in {step.seconds:.0f} s for simulated CPU devices.")
 
 
-def estimate(config: Config, measured: Measured | None = None) -> str:
-    """All tables as text. measured: figures of the compiled step, to stand beside the closed forms."""
-    table = _Table(has_both=config.compute.dtype == "bfloat16", is_compiled=measured is not None)
-    return "\n\n".join(
-        [
-            _state(table, config, measured),
-            _temporary(table, config, measured),
-            _received(table, config, measured),
-            *([_layouts(config)] if config.mesh.context > 1 else []),
-            describe_bubble(Blueprint(config)),
-        ]
-    )
+def describe_step(step: Measured) -> str:
+    """Memory of a device and the bytes that it receives, as text."""
+    held = [
+        ("Memory of a device", ""),
+        ("state", size_text(step.state)),
+        ("temporary: gradients, activations, gathered weights", size_text(step.temporary)),
+    ]
+    received = [("Bytes a device receives in a step, by axes", "")]
+    received += [(" + ".join(axes), size_text(size)) for axes, size in sorted(step.received.items())]
+    received += [("none", size_text(0))] * (not step.received)
+    return f"{aligned(held, left=(0,))}\n\n{aligned(received, left=(0,))}"
+
+
+def describe_bubble(blueprint: Blueprint) -> str:
+    """The pipeline's schedule, its bubble (the share of a step in which ranks are idle), and the blocks of
+    each stage, as text."""
+    schedule, patterns = blueprint.schedule, blueprint.stages.patterns
+    p, v, m = schedule.ranks, schedule.chunks, schedule.microbatches
+    lines = [
+        f"Pipeline: P = {p} ranks, V = {v} stages a rank, M = {m} microbatches. {schedule.ticks} ticks; "
+        f"{schedule.slots} inputs kept.",
+        f"Bubble: {schedule.bubble:.1%} of the step.",
+    ]
+    return "\n".join([*lines, f"Stages: {' | '.join(patterns)}"] if p * v > 1 else lines)
 
 
 def programs_table(programs: Sequence[Program]) -> str:
@@ -113,97 +114,19 @@ def programs_table(programs: Sequence[Program]) -> str:
         f"{aligned([head, *rows], left=(0,))}\n\n"
         f"The most at a time: {size_text(most.held + most.temporary)} ({most.name}), besides the state and "
         "the batches of a step.\nHeld: places with their keys and values, and weights on another mesh; "
-        "scores; gradients. In float32."
+        "scores; gradients."
     )
 
 
-def rungs_table(config: Config, measured: Measured | None) -> str:
-    """What a step needs at each size of data.ladder. measured: figures of the compiled step of the largest;
-    the steps of the others are then compiled too."""
-    rows = [("Sizes of buffers", "work", "batch", "temporary") + ("compiled in",) * (measured is not None)]
-    work, most = slot_work(config), 0.0
-    for rung in reversed(config.data.ladder):
-        at = config.at(rung)
-        taken = work[0] * rung.capacity + work[1] * BufferLimits.of(at).array_frames
-        most = max(most, taken)
-        batch = bytes_of(on_device(abstract_batch(at), batch_specs(), at.mesh))
-        name = f"{rung.capacity:,} slots, {rung.max_documents} documents, {rung.audio_capacity:,} mel frames"
-        cells = [name, f"{taken / most:.2f}", size_text(batch), size_text(temporary_memory(at).most)]
-        if measured:
-            seconds = measured.seconds if len(rows) == 1 else measure(at).seconds
-            cells.append(f"{seconds:.0f} s")
-        rows.append((*cells,))
-    return aligned(rows, left=(0,))
-
-
-class _Table:
-    """Rows of closed forms: as configured, in float32 if that differs, and compiled with the difference."""
-
-    def __init__(self, *, has_both: bool, is_compiled: bool) -> None:
-        self._has_both, self._is_compiled = has_both, is_compiled
-        self.columns = ["closed form"] + ["in float32"] * has_both + ["compiled", "off by"] * is_compiled
-
-    def row(self, name: str, closed: Number, in_float32: Number, found: Number | None = None) -> list[str]:
-        """found: what was compiled; None where the compiler does not tell."""
-        cells = [name, size_text(closed)] + [size_text(in_float32)] * self._has_both
-        if not self._is_compiled:
-            return cells
-        return [*cells, "", ""] if found is None else [*cells, size_text(found), _off(in_float32, found)]
-
-    def text(self, title: str, rows: Sequence[Sequence[str]]) -> str:
-        return aligned([[title, *self.columns], *rows], left=(0,))
-
-
-def _off(closed: Number, found: Number) -> str:
-    return f"{closed / found - 1:+.1%}" if found else "" if not closed else "all of it"
-
-
-def _state(table: _Table, config: Config, measured: Measured | None) -> str:
+def _state(config: Config) -> str:
+    """Bytes of the training state, exact, and of a batch."""
     state = state_bytes(config)
-    del state["gradients"]
+    del state["gradients"]  # they are temporary
     state["counters"] = 3 * 4
-    total = sum(state.values())
-    wide = {**state_bytes(in_float32(config)), "counters": 3 * 4}  # the reference has the compute dtype
-    rows = [table.row(name, size, wide[name]) for name, size in state.items()]
-    whole = sum(wide[name] for name in state)
-    rows.append(table.row("in all, exact", total, whole, measured and measured.state))
+    rows = [("State of a device", ""), *((name, size_text(size)) for name, size in state.items())]
     batch = bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh))
-    rows.append(table.row("batch", batch, batch))
-    return table.text("State of a device", rows)
-
-
-def _temporary(table: _Table, config: Config, measured: Measured | None) -> str:
-    memory, wide = temporary_memory(config), temporary_memory(in_float32(config))
-    rows = [table.row(name, size, wide.kept[name]) for name, size in memory.kept.items()]
-    rows.append(["the largest of"] + [""] * len(table.columns))
-    rows += [table.row(f"  {name}", size, wide.phases.get(name, 0)) for name, size in memory.phases.items()]
-    rows.append(table.row("in all", memory.most, wide.most, measured and measured.temporary))
-    return table.text("Temporary memory of a device", rows)
-
-
-def _received(table: _Table, config: Config, measured: Measured | None) -> str:
-    traffic, wide = step_traffic(config), step_traffic(in_float32(config))
-    found = measured.received if measured else {}
-    rows = []
-    for axes in sorted({*traffic, *found}):
-        compiled = found.get(axes, 0) if measured else None
-        rows.append(table.row(" + ".join(axes), traffic.get(axes, 0), wide.get(axes, 0), compiled))
-    return table.text("Bytes a device receives in a step, by axes", rows or [table.row("none", 0, 0)])
-
-
-def _layouts(config: Config) -> str:
-    """What the context layouts exchange, side by side."""
-    rows = []
-    for layout in possible_layouts(config):
-        under = laid_out(config, layout)
-        none_cut = replace(under, compute=replace(under.compute, context_cuts=0))
-        least, most = (step_traffic(x).get((CONTEXT,), 0) for x in (none_cut, under))
-        rows.append([layout, size_text(least), size_text(most)])
-    head = ["Context layouts: bytes over context", "at least", "at most"]
-    return (
-        f"{aligned([head, *rows], left=(0,))}\n\nwhole: at least where no document of a step is divided, at "
-        "most where each row has\ncompute.context_cuts divided ones. jaxthd plan weighs them for your data."
-    )
+    rows += [("in all, exact", size_text(sum(state.values()))), ("batch", size_text(batch))]
+    return aligned(rows, left=(0,))
 
 
 if __name__ == "__main__":

@@ -26,7 +26,6 @@ from pathlib import Path
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
-from jaxthd.planning.stage_memory import decided_here
 from jaxthd.run.before import run_before
 from jaxthd.run.continuing import OPTIONS, require_objective, workdir_of
 from jaxthd.run.startup import devices_ready
@@ -49,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
 def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     """Runs, or continues, the training in `workdir` on packed documents; see run_training."""
     require_objective(config, draws=False)
-    run_training(config, workdir, DocumentSupplier, changes, decide=decided_here)
+    run_training(config, workdir, DocumentSupplier, changes)
 
 
 if __name__ == "__main__":

@@ -32,8 +32,6 @@ from jaxthd.data.dataset import SpeechData
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.objectives.objective import REFERENCE
-from jaxthd.packing.document import Document
-from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
@@ -41,7 +39,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
-from jaxthd.training.cached_reference import CachedReference, documents_of
+from jaxthd.training.cached_reference import CachedReference
 from tests.parallel.test_distributed import two, until
 from tests.shared_programs import shared_programs
 
@@ -287,18 +285,3 @@ def test_two_processes_score_a_share_each_and_learn_what_one_does(tmp_path: Path
     lines = [[{k: v for k, v in x.items() if k not in CLOCK} for x in read_metrics(w)] for w in workdirs]
     for got, wanted in zip(lines[1], lines[0], strict=True):
         assert {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in wanted.items()} == got
-
-
-def test_a_batch_without_arrays_of_audio_has_the_same_documents():
-    """A ladder's rung may have no audio."""
-    rng, data = np.random.default_rng(0), CONFIG.data
-    tokens = [rng.integers(1, 9, n).astype(np.int32) for n in (7, 1, 12)]
-    documents = [
-        Document(str(i), x, np.zeros(len(x), bool), np.ones(len(x), bool)) for i, x in enumerate(tokens)
-    ]
-    sizes: dict[str, Any] = {"capacity": 48, "num_mels": 16, "max_documents": 8}
-    batches = [pack_row(documents, audio_capacity=n, **sizes)[0] for n in (0, data.audio_capacity)]
-    assert [batch.has_audio for batch in batches] == [False, True]
-    without, with_arrays = ([each.digest for each in documents_of(batch, CONFIG)] for batch in batches)
-    assert without == with_arrays
-    assert len({*without}) == len(documents)

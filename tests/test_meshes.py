@@ -91,7 +91,7 @@ def test_stages_that_differ_change_nothing(number: int):
 
 
 @pytest.mark.exhaustive
-def test_capacities_may_change_along_a_ladder():
+def test_another_capacity_changes_nothing():
     """The same documents in longer buffers, on a pipeline, give the same gradients, by a second program."""
     config = variants(MeshConfig(1, 1, 2, 1), "float64")[0]
     with jax.enable_x64(True):

@@ -29,10 +29,10 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.packing.fit import BufferLimits
-from jaxthd.plan import compiled_rungs, main
+from jaxthd.plan import main
 from jaxthd.planning import lengths as lengths_module
 from jaxthd.planning.lengths import Lengths, clip_samples, draw, measure, read_examples
-from jaxthd.planning.report import describe_plan, rungs_table
+from jaxthd.planning.report import describe_plan
 from jaxthd.planning.search import TOLERANCE, make_plan, percentiles
 from jaxthd.planning.simulate import simulate
 from jaxthd.terminal.arguments import parse_command_line
@@ -242,17 +242,6 @@ def test_the_report_prices_documents_in_cudnns_workspace():
         assert " ".join(row).endswith(expected)
     without = replace(CONFIG, model=replace(MODEL, llm=replace(MODEL.llm, pattern="M-")))
     assert "cuDNN" not in describe_plan(make_plan(random_lengths(300), without, 200))
-
-
-@pytest.mark.exhaustive
-def test_sizes_of_buffers_are_priced_as_programs():
-    made = make_plan(random_lengths(300), CONFIG, 200)
-    one = made._replace(ladders=made.ladders[:1])
-    ((rung, seconds),) = rungs = list(compiled_rungs(one))
-    assert rung == made.recommended.data.ladder[-1]
-    assert seconds > 0
-    cells = [*(f"{size:,}" for size in rung), f"{seconds:.1f}", "s"]
-    assert cells in [line.split() for line in rungs_table(rungs).splitlines()]
 
 
 def test_the_command_prints_settings_that_can_be_pasted_and_draws(manifest, tmp_path, monkeypatch, capsys):

@@ -14,6 +14,8 @@ from jaxthd.files.config_file import load_config
 from jaxthd.files.run_folder import differences, read_config, write_config
 
 GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
+    "data.rungs": ([[1024, 32, 0]], {}),
+    "data.most_rungs": (2, {}),
     "data.prefetch": (0, {}),
     "data.filter.min_seconds": (0.5, {"data.filter.seconds": (0.5, 0.0)}),
     "data.filter.max_seconds": (20.0, {"data.filter.seconds": (0.0, 20.0)}),

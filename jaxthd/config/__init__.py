@@ -10,7 +10,6 @@ from jaxthd.config.data import (
     DataConfig,
     FilterConfig,
     Packing,
-    Rung,
     SpecAugmentConfig,
     ValidationSet,
 )
@@ -41,7 +40,6 @@ __all__ = [
     "PostTrainingConfig",
     "RolloutConfig",
     "RopeConfig",
-    "Rung",
     "SpecAugmentConfig",
     "TrainConfig",
     "ValidationSet",

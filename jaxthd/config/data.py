@@ -3,7 +3,7 @@
 import json
 import os
 import re
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -74,14 +74,6 @@ class ValidationSet(NamedTuple):
     name: str
     path: str
     is_named: bool
-
-
-class Rung(NamedTuple):
-    """A size that buffers can have: one of a ladder. The fields are those of DataConfig."""
-
-    capacity: int
-    max_documents: int
-    audio_capacity: int
 
 
 def split_name(manifest: str) -> tuple[str, str, str]:
@@ -155,13 +147,6 @@ class DataConfig:
     audio_capacity: Index = 16000
     """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The ranks that
     share a buffer share its mel frames evenly."""
-    rungs: tuple[tuple[int, int, int], ...] = ()
-    """Smaller sizes that a step's buffers can have, the cheapest first: CAPACITY MAX_DOCUMENTS AUDIO_CAPACITY
-    of each, as in --data.rungs 1024 32 0 2048 64 8000. A step takes the first that holds what was packed for
-    it, else data.capacity, data.max_documents and data.audio_capacity, which alone decide what is packed.
-    Each is a program of its own. Losses do not depend on it."""
-    most_rungs: int = 4
-    """Most sizes of buffers, data.rungs and data.capacity, and so the most programs of the training step."""
     packing_bins: int = 8
     """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
     max_skipped_share: float = 0.1
@@ -181,17 +166,6 @@ class DataConfig:
     workers: Index = 2
     """Processes that decode audio and compute features; two batches are then made before the step needs them.
     0: the step waits for each batch."""
-
-    @property
-    def ladder(self) -> tuple[Rung, ...]:
-        """Every size that buffers can have, in the order of preference; the last one decides what is
-        packed."""
-        top = Rung(self.capacity, self.max_documents, self.audio_capacity)
-        return (*(Rung(*rung) for rung in self.rungs), top)
-
-    def at(self, rung: Rung) -> "DataConfig":
-        """These settings with buffers of one size, that of the rung."""
-        return replace(self, **rung._asdict(), rungs=())
 
     @property
     def template_variables(self) -> dict[str, Any]:

@@ -38,8 +38,13 @@ def _factor(part: str) -> Removed:
 
 
 _SIZES = "it follows from compute.dtype and the device (jaxthd/config/compute.py), and affects speed only"
+_ONE_SIZE = "a run has one size of buffers, which jaxthd plan recommends for its data"
 REMOVED: dict[str, dict[str, Removed]] = {
-    "data": {"prefetch": Removed(2, "two batches are made ahead where there are data.workers, else none")},
+    "data": {
+        "prefetch": Removed(2, "two batches are made ahead where there are data.workers, else none"),
+        "rungs": Removed((), _ONE_SIZE),
+        "most_rungs": Removed(4, _ONE_SIZE),
+    },
     "data.filter": {
         f"{end}_{name}": _bound(name, number)
         for name in ("seconds", "tokens_per_second", "characters_per_second")
@@ -92,7 +97,7 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
     present = {name: value for name, value in fields.items() if name not in removed}
     for name, old in removed.items():
         value = fields.get(name, old.was)
-        if value != old.was:
+        if (tuple(value) if isinstance(value, list) else value) != old.was:  # JSON has no tuples
             present |= old.becomes(value, present)
             notes.append(f"{group}.{name} {value!r} is no setting any more: {old.now}")
     return present, notes

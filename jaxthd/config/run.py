@@ -4,7 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from jaxthd.config.adapt import AdaptConfig
 from jaxthd.config.compute import ComputeConfig
-from jaxthd.config.data import DataConfig, Rung
+from jaxthd.config.data import DataConfig
 from jaxthd.config.mesh import MeshConfig
 from jaxthd.config.model import ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
@@ -38,10 +38,6 @@ class Config:
     def updates_of_a_step(self) -> int:
         """Optimizer updates of a training step: more than 1 only for jaxthd grpo."""
         return self.rollout.epochs * self.rollout.updates
-
-    def at(self, rung: Rung) -> "Config":
-        """This config with buffers of one size, that of the rung."""
-        return replace(self, data=self.data.at(rung))
 
     @property
     def without_mtp(self) -> "Config":

@@ -39,10 +39,9 @@ from jaxthd.parallel.processes import exchange, is_first, require_same, wait_for
 class SynchronizedLoader(BatchIterator):
     """A Loader of this process's rows, synchronised with the other processes: next() waits for all of them.
 
-    All processes take the first rung that holds the rows of each. The report covers all rows, but `keys` only
-    those of this process. Iteration ends when the loaders of all processes have ended; until then a process
-    without rows left yields empty ones. With one process it yields what the Loader yields. get_state covers
-    this process's rows; see whole_position.
+    The report covers all rows, but `keys` only those of this process. Iteration ends when the loaders of all
+    processes have ended; until then a process without rows left yields empty ones. With one process it yields
+    what the Loader yields. get_state covers this process's rows; see whole_position.
     """
 
     def __init__(self, loader: Loader, skipped: SkipLog) -> None:
@@ -52,10 +51,6 @@ class SynchronizedLoader(BatchIterator):
     def __next__(self) -> BatchAndReport:
         found = next(self._loader, None)
         batch, report = found or self._empty
-        if self._loader.rungs > 1:
-            rung = min(set.intersection(*map(set, exchange(self._loader.holding))))
-            if rung != report.rung:
-                batch, report = self._loader.at(rung)
         answers = exchange([found is not None, report.rows, self._skipped.news(), self._skipped.reads()])
         for _, _, news, reads in answers:
             for item in news:
@@ -248,7 +243,6 @@ class SpeechData:
             extras=self._objective.extras,
             answers=compares_answers(self._objective),
             mismatched=needs_mismatched(self._objective),
-            ladder=True,
             on_skip=(on_skip := self._on_skip(self._sources)),
             on_read=on_skip.read,
             identity=identity,

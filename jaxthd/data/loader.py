@@ -12,10 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 import grain
 
 from jaxthd.config import Config, DataConfig
-from jaxthd.data.ladder import Ladder
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.mixing import require_weights
-from jaxthd.data.packer import OnSkip, log_skip, pack_documents
+from jaxthd.data.packer import OnSkip, PackDocuments, log_skip, pack_documents
 from jaxthd.data.position import DataSets, Position
 from jaxthd.data.runs import RowDocuments
 from jaxthd.data.stream import Item, Load, OnRead, epochs_of, row_streams
@@ -63,12 +62,10 @@ class BatchReport(NamedTuple):
     rows: a report of each of its rows, in the order of their numbers.
     keys: for every row read in this process, its documents' keys: keys[row][d - 1] names document d
         (Batch.documents).
-    rung: which of data.ladder's sizes its buffers have, from 0.
     """
 
     rows: tuple[RowReport, ...]
     keys: tuple[tuple[str, ...], ...]
-    rung: int = 0
 
     @property
     def documents(self) -> int:
@@ -149,31 +146,11 @@ class Loader(BatchIterator):
         self, batches: "_Batches", prefetch: int, workers: Workers | None, position: Position
     ) -> None:
         super().__init__(_Prefetch(batches, prefetch))
-        self.empty = batches.at(batches.nothing, 0)
+        self.empty = batches.empty
         """A batch without a document, and its report."""
-        self.rungs = batches.rungs
-        """Sizes that its batches can have."""
-        self._pack, self._nothing = batches.at, _Made(self.empty, batches.nothing, range(self.rungs))
-        self._made = self._nothing
         self._position = position
         # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
         self._end = weakref.finalize(self, _end, batches, self._source, workers)
-
-    def __next__(self) -> BatchAndReport:
-        self._made = next(self._source, self._nothing)
-        if self._made is self._nothing:
-            raise StopIteration
-        return self._made.found
-
-    @property
-    def holding(self) -> list[int]:
-        """The rungs that hold what next() has just returned; all of them where it raised StopIteration."""
-        return list(self._made.holding)
-
-    def at(self, rung: int) -> BatchAndReport:
-        """What next() has just returned, packed at another rung that holds it; a batch without a document
-        where next() raised StopIteration."""
-        return self._pack(self._made.rows, rung)
 
     def close(self) -> None:
         """Stops this loader's prefetch thread and its worker processes."""
@@ -196,45 +173,32 @@ class Loader(BatchIterator):
             super().set_state({"streams": state["streams"], "latest": self._position.latest})
 
 
-class _Made(NamedTuple):
-    """A batch and its report; the documents of its rows; the rungs that hold them."""
-
-    found: BatchAndReport
-    rows: Sequence[RowDocuments | None]
-    holding: Sequence[int]
-
-
-class _Batches(Iterator[_Made]):
+class _Batches(Iterator[BatchAndReport]):
     """Assembles batches from the rows' streams and collects the states of all streams.
 
     streams: the stream of every row of the batch, or None for a row that another process reads.
     """
 
     def __init__(
-        self, streams: Sequence[grain.DatasetIterator | None], ladder: Ladder, latest: list[int]
+        self, streams: Sequence[grain.DatasetIterator | None], pack: PackDocuments, latest: list[int]
     ) -> None:
-        self._streams, self._ladder, self._latest = streams, ladder, latest
+        self._streams, self._pack, self._latest = streams, pack, latest
         self._own = {row: stream for row, stream in enumerate(streams) if stream is not None}
-        self.nothing: Sequence[RowDocuments | None] = [None] * len(self._own)
+        self.empty = self._packed([None] * len(self._own))
 
-    def __next__(self) -> _Made:
+    def __next__(self) -> BatchAndReport:
         rows: list[RowDocuments | None] = [next(stream, None) for stream in self._own.values()]
         if not any(rows):
             raise StopIteration
-        holding = self._ladder.holding(rows)
-        return _Made(self.at(rows, holding[0]), rows, holding)
+        return self._packed(rows)
 
-    @property
-    def rungs(self) -> int:
-        return len(self._ladder.rungs)
-
-    def at(self, rows: Sequence[RowDocuments | None], rung: int) -> BatchAndReport:
-        """These rows at a rung that holds them."""
-        packed = [self._ladder.row(row, rung) for row in rows]
+    def _packed(self, rows: Sequence[RowDocuments | None]) -> BatchAndReport:
+        """The batch of these rows. None: a row without documents."""
+        packed = [self._pack.placed_row(row or RowDocuments([])) for row in rows]
         batch = concatenate_rows([row.batch for row in packed])
         shape = batch.tokens.shape[1], batch.mels.shape[1] if batch.has_audio else 0
         reports = (RowReport.of(n, row.report, *shape) for n, row in zip(self._own, packed, strict=True))
-        return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed), rung)
+        return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed))
 
     def get_state(self) -> dict[str, Any]:
         streams = [stream and stream.get_state() for stream in self._streams]
@@ -277,7 +241,6 @@ def make_loader(
     extras: Sequence[str] = (),
     answers: bool = False,
     mismatched: bool = False,
-    ladder: bool = False,
     on_skip: OnSkip = log_skip,
     on_read: OnRead = lambda row, key: None,
     identity: Mapping[str, Any] | None = None,
@@ -298,7 +261,6 @@ def make_loader(
     shuffle: overrides data.shuffle. depths, extras: see PackDocuments; the stream does not depend on them.
     answers: whether documents may have several answers; see PackDocuments.
     mismatched: whether each item, an Example with answers, also gets answers of another one (WithMismatched).
-    ladder: whether a batch takes the first of data.ladder's sizes that holds it. False: all have the largest.
     on_skip: called for every Skipped, and for the documents that PackDocuments skips. on_read: called for
         every item, as it is read.
     identity: what the documents depend on besides data.*, as JSON values. A position saved under one identity
@@ -341,7 +303,7 @@ def make_loader(
     shape: dict[str, Any] = {"rows": data.rows, "own": rows, "weights": weights, "repeat": repeat}
     shape |= {"epochs": epochs, "latest": position.latest}
     streams = row_streams(sources, load, pack, **shape, pool=pool, on_read=on_read)
-    batches = _Batches(streams, Ladder.of(pack, data) if ladder else Ladder((pack,)), position.latest)
+    batches = _Batches(streams, pack, position.latest)
     return Loader(batches, prefetch, own_workers, position)
 
 

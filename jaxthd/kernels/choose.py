@@ -129,11 +129,9 @@ CHOICES = (
 
 
 def kernels_of_run(config: Config, choice: Choice) -> list[dict[str, Kernel]]:
-    """The kernels by name, for each shape that the run computes at some rung of its ladder of buffer sizes;
-    those of the largest buffers first."""
-    rungs = reversed(config.data.ladder)
-    shapes = [shape for rung in rungs for shape in choice.shapes(config.at(rung))]
-    return [{kernel.name: kernel for kernel in choice.kernels(shape)} for shape in dict.fromkeys(shapes)]
+    """The kernels by name, for each shape that the run computes."""
+    shapes = dict.fromkeys(choice.shapes(config))
+    return [{kernel.name: kernel for kernel in choice.kernels(shape)} for shape in shapes]
 
 
 LARGE_KERNELS: dict[str, Any] = {"expert_rounds": True, "subsampling": 1024}

@@ -156,15 +156,6 @@ class BufferLimits:
             count -= 1
         return count
 
-    def holds(self, fits: Sequence[Fit]) -> bool:
-        """Whether a row holds all of these documents. fits: of a buffer that is as large or larger."""
-        return (
-            sum(fit.slots for fit in fits) <= self.capacity
-            and sum(fit.segments for fit in fits) <= self.max_documents
-            and sum(sum(fit.chunk_frames) for fit in fits) <= self.audio_capacity
-            and (self.shares is None or self.shares.assign([fit.size for fit in fits]) is not None)
-        )
-
     def require_room(self, documents: Sequence[Document]) -> None:
         """Raises ValueError if the documents do not fit one row. The message says what to increase."""
         segments = sum(map(self.segments, documents))

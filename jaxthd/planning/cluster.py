@@ -1,8 +1,8 @@
 """A run on many machines, on paper: bytes by link, time, imbalance, loading, saving, and what fails first.
 
-Everything is derived from the config and from what a machine can do (Cluster). Nothing of it was measured on
-GPUs. Ranks are numbered as the mesh numbers devices: the tensor axis is the innermost, so its ranks share a
-machine.
+Everything is derived from the config, from its compiled step (jaxthd/planning/compiled_step.py), and from
+what a machine can do (Cluster). Nothing of it was measured on GPUs. Ranks are numbered as the mesh numbers
+devices: the tensor axis is the innermost, so its ranks share a machine.
 """
 
 import functools
@@ -17,13 +17,12 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.parallel.mesh import AXES, ranks_of
+from jaxthd.planning.compiled_step import ByAxes, Measured
 from jaxthd.planning.layouts import compare_layouts
 from jaxthd.planning.lengths import Lengths
-from jaxthd.planning.memory import temporary_memory
 from jaxthd.planning.model_flops import model_flops
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.search import slot_work
-from jaxthd.planning.traffic import step_traffic
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.tables import aligned, size_text
 
@@ -77,15 +76,15 @@ class ClusterCost(NamedTuple):
     limits: list[Limit]
 
 
-def exchanges(config: Config, cluster: Cluster) -> list[Exchange]:
-    """The step's traffic by link.
+def exchanges(received: ByAxes, mesh: MeshConfig, cluster: Cluster) -> list[Exchange]:
+    """The bytes that a device receives in a step, by link.
 
     Of g ranks m are on a device's own machine, and (g - m) / (g - 1) of what it receives comes over the
     network. That is exact where m is 1 or g, and for all-to-all; a gather that goes by machines needs less.
     """
     found = []
-    for axes, size in step_traffic(config).items():
-        ranks, inside = ranks_of(config.mesh, axes), ranks_inside(config.mesh, axes, cluster.gpus)
+    for axes, size in received.items():
+        ranks, inside = ranks_of(mesh, axes), ranks_inside(mesh, axes, cluster.gpus)
         outside = (ranks - inside) / (ranks - 1)
         found.append(Exchange(axes, size * (1 - outside), size * outside))
     return found
@@ -102,10 +101,10 @@ def ranks_inside(mesh: MeshConfig, axes: Sequence[str], gpus: int) -> int:
     return inside
 
 
-def cluster_cost(config: Config, cluster: Cluster) -> ClusterCost:
-    """On text-like lengths where they matter: see text_like."""
+def cluster_cost(config: Config, cluster: Cluster, step: Measured) -> ClusterCost:
+    """The costs of a compiled step; on text-like lengths where they matter: see text_like."""
     mesh, data = config.mesh, config.data
-    found = exchanges(config, cluster)
+    found = exchanges(step.received, mesh, cluster)
     computing = step_flops(config) / (mesh.devices * cluster.flops * cluster.reached)
     bubble = Blueprint(config).schedule.bubble
     imbalance = step_imbalance(config)
@@ -116,9 +115,8 @@ def cluster_cost(config: Config, cluster: Cluster) -> ClusterCost:
         "NVLink": sum(x.nvlink for x in found) / cluster.nvlink,
         "network": sum(x.network for x in found) / cluster.network,
     }
-    step = seconds["computing"] + seconds["bubble"] + seconds["imbalance"]
-    own = state_bytes(config)
-    memory = sum(own.values()) - own["gradients"] + temporary_memory(config).most
+    work = seconds["computing"] + seconds["bubble"] + seconds["imbalance"]
+    memory = step.state + step.temporary
     one = state_bytes(replace(config, mesh=MeshConfig()))
     checkpoint = sum(one.values()) - one["gradients"]
     machines = max(mesh.devices / cluster.gpus, 1)
@@ -130,17 +128,17 @@ def cluster_cost(config: Config, cluster: Cluster) -> ClusterCost:
     limits = [
         Limit("memory", memory / cluster.memory, f"{size_text(memory)} of {size_text(cluster.memory)}"),
         Limit(
-            "network", seconds["network"] / step, f"{seconds['network']:.2f} s beside {step:.2f} s of work"
+            "network", seconds["network"] / work, f"{seconds['network']:.2f} s beside {work:.2f} s of work"
         ),
-        Limit("NVLink", seconds["NVLink"] / step, f"{seconds['NVLink']:.2f} s beside {step:.2f} s of work"),
+        Limit("NVLink", seconds["NVLink"] / work, f"{seconds['NVLink']:.2f} s beside {work:.2f} s of work"),
         Limit(
             "loading",
-            loading / step,
+            loading / work,
             f"{audio:,.0f} s of audio a process and step, {data.workers} workers: {loading:.2f} s",
         ),
         Limit(
             "saving",
-            saving / (config.train.checkpoint_every * step),
+            saving / (config.train.checkpoint_every * work),
             f"{size_text(checkpoint)}, {saving:.1f} s, every {config.train.checkpoint_every} steps",
         ),
         Limit(
@@ -184,9 +182,9 @@ def step_imbalance(config: Config) -> float:
     return (cost.slots + cost.attention) / (cost.slots + cost.attention / cost.imbalance)
 
 
-def describe_cluster(config: Config, cluster: Cluster) -> str:
-    """The tables as text."""
-    cost, mesh = cluster_cost(config, cluster), config.mesh
+def describe_cluster(config: Config, cluster: Cluster, step: Measured) -> str:
+    """The tables as text. step: the compiled one."""
+    cost, mesh = cluster_cost(config, cluster, step), config.mesh
     rows = [["Bytes a device receives in a step, by link", "NVLink", "network", "ranks, on a machine"]]
     for x in cost.exchanges:
         on = f"{ranks_of(mesh, x.axes)}, {ranks_inside(mesh, x.axes, cluster.gpus)}"

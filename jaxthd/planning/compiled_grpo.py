@@ -7,7 +7,7 @@ from jaxthd.config import Config
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.parallel.mesh import bytes_of, on_device
-from jaxthd.planning.compiled_step import Measured, abstract_inputs, compilable, in_float32, runs_by_schedule
+from jaxthd.planning.compiled_step import Measured, abstract_inputs, as_wide, compilable, runs_by_schedule
 from jaxthd.planning.program import UNOPTIMIZED, received_bytes
 from jaxthd.rl.resharding import used_shapes
 from jaxthd.rl.rollouts import Rollouts
@@ -37,8 +37,8 @@ class MeasuredGRPO(NamedTuple):
 
 
 def measure_grpo(config: Config) -> MeasuredGRPO:
-    """Compiles rollouts, scores, gradient and update. bfloat16 becomes float32, in which CPUs compute it."""
-    start, config = time.perf_counter(), compilable(in_float32(config))
+    """Compiles rollouts, scores, gradient and update."""
+    start, config = time.perf_counter(), compilable(as_wide(config))
     blueprint, mesh, state, batch = abstract_inputs(config)
     programs = _rollouts(config, state, mesh)
     scores: Any = shared_scoring_step(blueprint, mesh, config.rollout.temperature)

@@ -1,16 +1,14 @@
 """The report of `jaxthd plan`: tables of what was tried, and the recommendation, as text."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
-from jaxthd.config import Rung
 from jaxthd.kernels.choose import attention_shape
 from jaxthd.ops.attention.cudnn import WORKSPACE_MOST, workspace
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.planning.ladder import GAIN, proposed
 from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
 from jaxthd.planning.search import Plan, audio_mean, percentiles
 from jaxthd.planning.simulate import COSTS, Outcome, balance
@@ -23,8 +21,6 @@ def describe_plan(plan: Plan) -> str:
     if plan.stream.frames.any():
         sections.append(_audio_capacities)
     sections += [_maxima, _packers]
-    if plan.ladders:
-        sections.append(_ladders)
     if plan.layouts:
         sections.append(_layouts)
     return "\n\n".join(section(plan) for section in [*sections, _recommendation])
@@ -107,33 +103,6 @@ def _maxima(plan: Plan) -> str:
     return f"{table(title, f'{columns}|cuDNN workspace', rows)}\n\n{explained}"
 
 
-def rungs_table(rungs: Sequence[tuple[Rung, float]]) -> str:
-    """rungs: (a rung, seconds that its step took to compile)."""
-    rows = [[*rung, f"{seconds:.1f} s"] for rung, seconds in rungs]
-    explained = (
-        "  Each size of buffers is a program of its own, compiled when its first batch comes. Compiled here\n"
-        "  without optimisation, for simulated CPU devices; a GPU's compiler takes another time."
-    )
-    columns = "capacity|max_documents|audio_capacity|compiled in"
-    return f"{table('Sizes of buffers as programs', columns, rows, left=())}\n\n{explained}"
-
-
-def _ladders(plan: Plan) -> str:
-    rows = []
-    for each in plan.ladders:
-        *lower, _ = each.config.data.ladder
-        sizes = ", ".join(f"{rung.capacity:,}/{rung.audio_capacity:,}" for rung in lower)
-        steps = " ".join(f"{share:.0%}" for share in each.shares)
-        rows.append([len(lower) + 1, sizes, steps, *each.costs])
-    title = f"Ladders of sizes {_at(plan)}: smaller buffers for steps that need no more (data.rungs)"
-    columns = "programs|smaller, slots/mel frames|steps at each|padding|of mel frames|overhead"
-    explained = (
-        f"  A step's rows ({plan.recommended.data.rows}) take the same size. A further size is recommended "
-        f"where it saves {GAIN:.0%} of the work."
-    )
-    return f"{table(title, columns, rows, left=(0, 1, 2))}\n\n{explained}"
-
-
 def _packers(plan: Plan) -> str:
     rows: list[list[Any]] = [
         [o.data.packing, o.data.packing_bins, f"{o.documents.mean():.1f}", *o.costs] for o in plan.by_packer
@@ -165,9 +134,6 @@ def _recommendation(plan: Plan) -> str:
     chosen, data, now = plan.recommended, plan.recommended.data, plan.configured
     names = ("capacity", "audio_capacity", "max_documents", "packing", "packing_bins")
     settings = ", ".join(f"{name}={getattr(data, name)!r}" for name in names)
-    ladder = proposed(plan.ladders) if plan.ladders else None
-    if ladder and ladder.config.data.rungs:
-        settings += f", rungs={ladder.config.data.rungs!r}"
     reasons = _reasons(plan)
     width = max(len(setting) for setting, _ in reasons)
     lines = [
@@ -192,11 +158,6 @@ def _reasons(plan: Plan) -> list[tuple[str, str]]:
     tight = min(plan.by_audio, key=lambda o: abs(o.data.audio_capacity - mean))
     one, least = plan.by_packer[0], min(plan.by_packer, key=lambda o: o.overhead)
     _, _, p99, most = percentiles(plan.by_maximum[-1].documents)
-    rungs = []
-    if plan.ladders and (ladder := proposed(plan.ladders)).config.data.rungs:
-        words = " ".join(str(size) for rung in ladder.config.data.rungs for size in rung)
-        reason = f"{len(ladder.shares)} programs; overhead {ladder.overhead:.1%} in place of {{:.1%}}"
-        rungs.append((f"rungs {words}", reason.format(plan.ladders[0].overhead)))
     return [
         (
             f"capacity {data.capacity}",
@@ -217,5 +178,4 @@ def _reasons(plan: Plan) -> list[tuple[str, str]]:
             f"overhead {chosen.overhead:.1%}; {one.overhead:.1%} with one open buffer, {least.overhead:.1%} "
             f"with {least.data.packing_bins} ({least.data.packing}), whose documents wait on the host",
         ),
-        *rungs,
     ]

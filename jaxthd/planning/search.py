@@ -10,10 +10,7 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxthd.config import Config
-from jaxthd.objectives import make_objective
-from jaxthd.objectives.answers import draws_answers
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
-from jaxthd.planning.ladder import LadderCost, compare_ladders
 from jaxthd.planning.layouts import LayoutCost, compare_layouts
 from jaxthd.planning.lengths import Lengths, slots_of
 from jaxthd.planning.parameters import parameter_groups
@@ -36,7 +33,6 @@ class Plan(NamedTuple):
     by_capacity: outcomes of capacities without a maximum of documents, each with its best audio capacity.
     by_audio, by_maximum: outcomes of audio capacities and maxima of documents at the recommended capacity.
     by_packer: outcomes of packers with all recommended sizes.
-    ladders: of several sizes of buffers, the recommended sizes the largest; [] where answers are drawn.
     layouts: costs of the context layouts, if there are several context ranks.
     rows: documents of a recommended buffer. in_order, by_length: outcomes of padded batches of as many
     documents, see jaxthd.planning.simulate.padded.
@@ -51,7 +47,6 @@ class Plan(NamedTuple):
     by_maximum: list[Outcome]
     by_packer: list[Outcome]
     recommended: Outcome
-    ladders: list[LadderCost]
     layouts: list[LayoutCost]
     rows: int
     in_order: Outcome
@@ -90,8 +85,6 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
     fewest = sorted(by_packer, key=lambda o: o.data.packing_bins)
     recommended = next(o for o in fewest if o.overhead <= overhead + TOLERANCE)
     rows = round(recommended.documents.mean())
-    draws = draws_answers(make_objective(config.train.objective, config.train.objective_options))
-    ladders = [] if draws else compare_ladders(stream, recommended, work)
     return Plan(
         stream=stream,
         work=work,
@@ -101,7 +94,6 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
         by_maximum=by_maximum,
         by_packer=by_packer,
         recommended=recommended,
-        ladders=ladders,
         layouts=compare_layouts(stream, recommended.config, work) if config.mesh.context > 1 else [],
         rows=rows,
         in_order=padded(stream, config, rows, work),

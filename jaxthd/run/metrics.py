@@ -23,7 +23,6 @@ class StepFacts(NamedTuple):
     skipped_documents: so far in the run.
     devices: of the mesh. flops: what the step's documents ask for (jaxthd.planning.model_flops), None where
     that is unknown. peak_flops: most that a device can do in a second, None where that is unknown.
-    has_rungs: whether buffers have several sizes.
     """
 
     step: int
@@ -35,7 +34,6 @@ class StepFacts(NamedTuple):
     devices: int = 1
     flops: float | None = None
     peak_flops: float | None = None
-    has_rungs: bool = False
 
 
 class ValidationFacts(NamedTuple):
@@ -118,18 +116,9 @@ STEP_METRICS: list[Metric] = [
     Metric(
         "compilations",
         "programs",
-        "programs compiled for the training step since the command started; 1 is expected, with "
-        "data.rungs at most one for each of them and one more",
+        "programs compiled for the training step since the command started; 1 is expected",
         lambda x: x.compilations,
         odd="More than that: batches have other shapes, which costs a compilation each.",
-    ),
-    Metric(
-        "rung",
-        "",
-        "which size the step's buffers have: its number in data.rungs, from 0, or for data.capacity the "
-        "number after these; not without data.rungs",
-        lambda x: x.report.rung if x.has_rungs else None,
-        odd="One number all the time: jaxthd plan proposes rungs for the lengths of the data.",
     ),
     Metric(
         "skipped_documents",
@@ -241,7 +230,7 @@ STEP_METRICS: list[Metric] = [
         "audio arrays",
         _audio_padding,
         "{:.1%}",
-        odd="Over 0.3: lower data.audio_capacity, or set data.rungs (jaxthd plan compares them).",
+        odd="Over 0.3: lower data.audio_capacity (jaxthd plan compares sizes).",
     ),
     Metric(
         "target_to_input_ratio",

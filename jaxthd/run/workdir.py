@@ -43,8 +43,6 @@ FREE = (
     "data.validation_tarred_audio",
     "data.augment.noise_manifest",  # as the manifest
     "data.augment.room_manifest",
-    "data.rungs",  # what is packed does not depend on them
-    "data.most_rungs",
     "data.workers",
     "data.accept_changes",
     "data.max_skipped_share",

@@ -189,9 +189,6 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
     and the features of its audio. It does not depend on its company, the layout or the mesh.
     """
     layout = ContextLayout.of(config)
-    # On a ladder a batch of text may have no arrays of audio. Its documents have the same digests.
-    encoder = config.model.encoder
-    has_audio = batch.has_audio or (encoder is not None and config.data.audio_capacity > 0)
     for row, ids in enumerate(batch.segment_ids):
         whose = ids, batch.documents[row], batch.cuts_of(row)
         for slots in layout.document_slots(*whose) if ids.any() else ():
@@ -201,8 +198,8 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
             ]
             parts.append(ids[slots] - first)
             parts.append(np.zeros(0) if prefixes is None else np.where(prefixes > 0, prefixes - first + 1, 0))
-            if has_audio:
-                parts += _audio_of(batch, row, slots, 0 if encoder is None else encoder.num_mels)
+            if batch.has_audio:
+                parts += _audio_of(batch, row, slots)
             digest = hashlib.blake2b(digest_size=16)
             for part in parts:
                 digest.update(f"{part.dtype} {part.shape}".encode())
@@ -210,14 +207,8 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
             yield Scored(row, digest.hexdigest(), slots[batch.weights[row, slots] > 0])
 
 
-def _audio_of(
-    batch: Batch, row: int, slots: Int[np.ndarray, " slots"], num_mels: int
-) -> list[Shaped[np.ndarray, "..."]]:
-    """Marks of the tokens of a document that are audio frames, and the features of these."""
-    if not batch.has_audio:
-        none = np.zeros((0, SUBSAMPLING), bool)
-        mels = np.zeros((*none.shape, num_mels), np.float32)
-        return [np.zeros(len(slots), bool), np.zeros(0, np.int32), mels, none]
+def _audio_of(batch: Batch, row: int, slots: Int[np.ndarray, " slots"]) -> list[Shaped[np.ndarray, "..."]]:
+    """Which tokens of a document are audio frames, and the features of these."""
     frames = batch.audio_slots[row, slots]
     at = frames[frames >= 0]
     features = (x.reshape(-1, SUBSAMPLING, *x.shape[1:])[at] for x in (batch.mels[row], batch.mel_mask[row]))

@@ -1,14 +1,12 @@
 """Supplies a run's steps with packed documents; the next batch is loaded while the devices compute a step."""
 
 import time
-from collections import Counter
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 import jax
 
-from jaxthd.config import Rung
 from jaxthd.data.dataset import whole_position
 from jaxthd.data.loader import BatchReport
 from jaxthd.kernels.machine import peak_flops
@@ -18,8 +16,8 @@ from jaxthd.planning.model_flops import model_flops
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.padding import PaddingWatch
 from jaxthd.run.supplier import Run, Say, Stepped, Supplier
-from jaxthd.steps.ladder import LadderStep
 from jaxthd.steps.reference import is_cached
+from jaxthd.steps.reference_scores import make_with_scores
 from jaxthd.steps.state import TrainState
 from jaxthd.training.cached_reference import CachedReference
 
@@ -36,12 +34,11 @@ class DocumentSupplier(Supplier):
 
     def __init__(self, run: Run) -> None:
         self._run, config = run, run.config
-        self._train_step = LadderStep(run.blueprint, run.mesh)
+        self._with_scores = make_with_scores(run.blueprint, run.mesh)
         is_known = config.compute.dtype == "bfloat16"
         self._peak = peak_flops(jax.devices()[0].device_kind) if is_known else None
         self._flops_of = model_flops(config) if self._peak else None
         self._reference: CachedReference | None = None
-        self._used: Counter[int] = Counter()  # how often each size of buffers, by its number in the ladder
         self._loader = run.data.training(local_rows(run.mesh, config.data.rows))
 
     def get_state(self) -> dict[str, Any]:
@@ -75,8 +72,7 @@ class DocumentSupplier(Supplier):
         """Trains on the batch that is loaded, and loads the next one meanwhile."""
         run, began, self._current = self._run, time.perf_counter(), self._upcoming
         report = self._current.report
-        self._count_rung(step, report.rung)
-        state, on_device = self._train_step(report.rung, state, self._on_mesh)
+        state, on_device = self._train_step(state, self._with_scores(state, self._on_mesh))
         if step < run.config.train.steps:
             with run.account.loading(on_device):
                 self._on_mesh, self._upcoming = self._load()
@@ -86,12 +82,11 @@ class DocumentSupplier(Supplier):
             results,
             report,
             time.perf_counter() - began,
-            self._train_step.compilations,
+            self._train_step._cache_size(),
             run.data.skipped.total,
             run.mesh.size,
             self._flops_of and self._flops_of(report),
             self._peak,
-            bool(run.config.data.rungs),
         )
         self._watch_padding(step, report)
         return state, Stepped(metrics_line(facts), partial(self._keys, report), results.skipped_in_a_row)
@@ -99,26 +94,6 @@ class DocumentSupplier(Supplier):
     def _keys(self, report: BatchReport) -> list[str]:
         return list(chain(*self._loader.keys(report)))
 
-    def _count_rung(self, step: int, rung: int) -> None:
-        """Says that a step's program is compiled, where its size of buffers is used for the first time."""
-        ladder = self._run.config.data.ladder
-        if not self._used[rung]:
-            which = f" for buffers of {_described(ladder[rung])}" if len(ladder) > 1 else ""
-            self._say(f"step {step}: compiling the training step{which}")
-        self._used[rung] += 1
-
-    def end(self) -> None:
-        """Says how often each size of buffers was used."""
-        ladder = self._run.config.data.ladder
-        if len(ladder) > 1:
-            steps = self._used.total()
-            shares = (f"{self._used[n] / steps:.0%} {_described(rung)}" for n, rung in enumerate(ladder))
-            self._say(f"steps by size of their buffers: {'; '.join(shares)}")
-
     def close(self) -> None:
         """Ends the loader."""
         self._loader.close()
-
-
-def _described(rung: Rung) -> str:
-    return f"{rung.capacity:,} slots, {rung.max_documents} documents, {rung.audio_capacity:,} mel frames"

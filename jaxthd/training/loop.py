@@ -46,15 +46,12 @@ def run_training(
     workdir: Path,
     supplied: Callable[[Run], Supplier],
     changes: Collection[str] = (),
-    *,
-    decide: Callable[[Config], Config] = lambda config: config,
 ) -> None:
     """Runs, or continues, the training in `workdir` up to config.train.steps, or until a signal asks it to
     stop (jaxthd.run.signals).
 
     supplied: makes the supplier of the steps. changes: dotted names of settings of the optimization, such as
     "train.steps", that may differ from those of the run that is continued (jaxthd.run.workdir.OPTIMIZATION).
-    decide: settles settings that depend on the devices.
     Of several processes (jaxthd.run.startup.devices_ready) all call it, with the same arguments.
     Raises UserError for a config that cannot work on this machine, for data that cannot be used, for a
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
@@ -62,7 +59,7 @@ def run_training(
     """
     # The workdir keeps the config as it was given: another machine may admit other kernels.
     given, start = config, time.monotonic()
-    config = decide(prepared(with_layout(config, workdir)))
+    config = prepared(with_layout(config, workdir))
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))

@@ -9,13 +9,13 @@ from itertools import chain
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.validate import attention, buffers, data, ladder, mesh, model, posttraining, training
+from jaxthd.validate import attention, buffers, data, mesh, model, posttraining, training
 from jaxthd.validate.rules import DeviceFacts, Finding, Group
 from jaxthd.validate.values import faulty_values
 
 __all__ = ["RULES", "ConfigError", "DeviceFacts", "Finding", "findings", "validate"]
 
-_FILES = (mesh, buffers, ladder, data, model, attention, training, posttraining)
+_FILES = (mesh, buffers, data, model, attention, training, posttraining)
 RULES = Group(chain.from_iterable(file.RULES for file in _FILES))
 
 

@@ -203,18 +203,6 @@ def test_auto_is_for_all_attention_of_the_decoder(pattern: str, want: str, said:
             with_admitted(asking(attention_backend="te", llm=llm), lines.append)
 
 
-@pytest.mark.usefixtures("on_a_gpu")
-def test_kernels_are_admitted_for_every_rung(asked: list[Ask]):
-    data = DataConfig(capacity=128, max_documents=8, rungs=((32, 2, 0), (64, 4, 0)))
-    config = replace(asking(attention_backend="auto", scan_backend="pallas"), data=data)
-    config = using(config, block_sizes=BlockSizes(scan=64))
-    found = with_admitted(config, [].append).compute
-    assert (found.attention_backend, found.scan_backend) == ("cudnn", "pallas")
-    sizes = [(x.shape.tokens, x.shape.documents) for x in asked if x.name == "cudnn"]
-    assert sizes == [(128, 8), (64, 4), (32, 2)]
-    assert {x.shape.chunk for x in asked if x.name == "pallas"} == {32, 64}
-
-
 @pytest.mark.parametrize(("platform", "want"), [("cpu", "blocks"), ("tpu", "banded"), ("gpu", "pallas")])
 def test_auto_of_the_encoder_on_each_platform(
     platform: str, want: str, asked: list[Ask], monkeypatch: pytest.MonkeyPatch

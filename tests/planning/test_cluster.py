@@ -8,8 +8,8 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.parallel.mesh import AXES
-from jaxthd.planning.cluster import Cluster, cluster_cost, describe_cluster, exchanges, ranks_inside
-from jaxthd.planning.traffic import step_traffic
+from jaxthd.planning.cluster import GIB, Cluster, cluster_cost, describe_cluster, exchanges, ranks_inside
+from jaxthd.planning.compiled_step import Measured
 
 SMALL = Config(
     mesh=MeshConfig(data=2, context=2, tensor=4),
@@ -20,6 +20,17 @@ SMALL = Config(
             pattern="M*-", dim=64, q_heads=8, kv_heads=4, head_dim=8, mamba_heads=4, mamba_groups=4
         ),
     ),
+)
+STEP = Measured(
+    GIB,
+    GIB // 2,
+    {
+        ("context",): 3.0 * 2**20,
+        ("context", "tensor"): 2.0 * 2**20,
+        ("data", "context"): 40.0 * 2**20,
+        ("tensor",): 5.0 * 2**20,
+    },
+    0.0,
 )
 
 
@@ -35,12 +46,12 @@ def test_ranks_of_a_machine_are_those_of_neighbouring_devices(sizes: tuple[int, 
 
 
 def test_every_byte_goes_over_one_link():
-    found, whole = exchanges(SMALL, Cluster(gpus=4)), step_traffic(SMALL)
-    assert {x.axes: x.nvlink + x.network for x in found} == pytest.approx(whole)
+    found = exchanges(STEP.received, SMALL.mesh, Cluster(gpus=4))
+    assert {x.axes: x.nvlink + x.network for x in found} == pytest.approx(STEP.received)
     by_axes = {x.axes: x for x in found}
     assert by_axes["tensor",].network == 0
     assert by_axes["context",].nvlink == 0
-    alone = exchanges(SMALL, Cluster(gpus=16))
+    alone = exchanges(STEP.received, SMALL.mesh, Cluster(gpus=16))
     assert sum(x.network for x in alone) == 0
 
 
@@ -51,15 +62,15 @@ def test_what_is_scarce_fails_first():
         "saving": Cluster(storage=1.0, nvlink=1e15, network=1e15),
     }
     for name, cluster in scarce.items():
-        limits = cluster_cost(SMALL, cluster).limits
+        limits = cluster_cost(SMALL, cluster, STEP).limits
         assert limits[0].name == name
         assert limits[0].share > 1
         shares = [limit.share for limit in limits]
         assert shares == sorted(shares, reverse=True)
-        assert f"\n{name} " in describe_cluster(SMALL, cluster)
+        assert f"\n{name} " in describe_cluster(SMALL, cluster, STEP)
 
 
 def test_a_step_takes_as_long_as_its_slots():
-    once = cluster_cost(SMALL, Cluster()).seconds["computing"]
-    twice = cluster_cost(replace(SMALL, data=replace(SMALL.data, rows=8)), Cluster()).seconds["computing"]
+    double = replace(SMALL, data=replace(SMALL.data, rows=8))
+    once, twice = (cluster_cost(each, Cluster(), STEP).seconds["computing"] for each in (SMALL, double))
     assert twice == pytest.approx(2 * once)

@@ -412,22 +412,6 @@ CASES = [
         {"adapt.freeze": ("decoder.*.q.lora.a",), "adapt.lora_rank": 4},
         "adapt.freeze 'decoder.*.q.lora.a' matches nothing",
     ),
-    # A ladder of sizes; the largest is 2048 64 16000.
-    Case({"data.rungs": ((1024, 0, 0),)}, "data.rungs has 1024 0 0; expected one slot and one document"),
-    Case({"data.rungs": ((1024, 64, 17000),)}, "data.rungs has 1024 64 17000 with"),
-    Case({"data.rungs": ((2048, 64, 16000),)}, "data.rungs has 2048 64 16000 with"),
-    Case({"data.rungs": ((1024, 64, 8000), (1024, 32, 8000))}, "data.rungs has 1024 32 8000 behind"),
-    Case(
-        {"data.rungs": ((512, 64, 0), (1024, 64, 0), (1536, 64, 0), (2048, 64, 0))},
-        "data.rungs and data.capacity are 5 sizes with data.most_rungs 4",
-    ),
-    Case({"data.rungs": ((1024, 64),)}, "data.rungs is ((1024, 64),)"),
-    Case(
-        {"data.rungs": ((1024, 64, 0),), "train.objective": "grpo"},
-        "data.rungs is set with train.objective 'grpo'",
-    ),
-    Case({"data.rungs": ((1026, 64, 0),), "mesh.context": 2}, "for 1026 64 0 of data.rungs, its capacity is"),
-    Case({"data.rungs": ((1020, 64, 0),), "data.round_to": 8}, "for 1020 64 0 of data.rungs, data.round_to"),
     Case({"adapt.unfreeze": ("Head",)}, "adapt.unfreeze 'Head' matches nothing"),
     Case({"adapt.freeze": ("*",)}, "adapt.freeze matches every parameter"),
     Case(
@@ -676,7 +660,6 @@ def test_numbers_beyond_32_bits_are_refused_for_every_setting() -> None:
         assert faulty_values(with_changes({path: 2**32 - 1})) == []
         assert "4294967295 at most" in str(faulty_values(with_changes({path: 2**32}))[0])
     assert "2147483647 at most" in str(faulty_values(with_changes({"train.steps": 2**31}))[0])
-    assert len(faulty_values(with_changes({"data.rungs": ((1, 8, 2**31),)}))) == 1
 
 
 def test_a_faulty_value_silences_the_rules() -> None:
