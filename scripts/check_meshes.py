@@ -4,14 +4,14 @@
     python scripts/check_meshes.py --mesh 2 2 2 2 --dtype float64
 
 The meshes are all ways to write 1, 2, 4 and 8 simulated devices as data x context x pipeline x tensor. Most
-are run in two variants. The first has 1F1B, the ring (in pairs where stages differ), and whole residuals. The
+are run in two variants. The first has 1F1B, the ring (gathered keys in pipelines), and whole residuals. The
 second has interleaved or unevenly divided stages, all-gather, sequence-sharded residuals, sends to experts in
-several rounds, and the layout by documents. A few more runs adapt the model by LoRA and frozen parameters.
+several rounds. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
 of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC loss, a few the blocks of
 Qwen3, Qwen3-Next, GPT-OSS or DeepSeek-V3. Some keep documents whole on a context rank where they fit; in some
 of these no document of a row is cut, one, the most, and one that fills the buffer. The last ones have stages
-that differ, under each layout and with each choice of what a stage recomputes.
+that differ, under each layout and whether blocks are recomputed or not.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,

@@ -28,7 +28,6 @@ from scripts.guide_numbers import (
     AUDIO,
     CAPACITY,
     CHUNK,
-    LAYOUTS,
     RANKS,
     Numbers,
     buffer_numbers,
@@ -157,74 +156,58 @@ def draw_slots(numbers: Numbers) -> Figure:
 
 def draw_layouts(numbers: Numbers) -> Figure:
     figure = Figure(figsize=(11, 4.2), layout="constrained")
-    columns = figure.subplots(RANKS + 1, 2).T
-    for (layout, title), column in zip(LAYOUTS.items(), columns, strict=True):
-        held = numbers[layout]
-        ids, n = np.array(held["on ranks"]["ids"]), CAPACITY // RANKS
-        canvas(column[0], f'"{layout}": {title}', CAPACITY, -0.7, 1)
-        strip(column[0], held["in order"])
-        if layout == "buffer":
-            for chunk in range(2 * RANKS):
-                column[0].plot([chunk * CHUNK] * 2, [-0.1, 1.1], color=INK, linewidth=1, clip_on=False)
-                rank = min(chunk, 2 * RANKS - 1 - chunk)
-                write(column[0], (chunk + 0.5) * CHUNK, -0.4, f"rank {rank}", fontsize=8)
-            column[0].plot([CAPACITY] * 2, [-0.1, 1.1], color=INK, linewidth=1, clip_on=False)
-        else:
-            write(
-                column[0],
-                0,
-                -0.4,
-                f"each in {2 * RANKS} chunks, assigned in the same way",
-                ha="left",
-                fontsize=8,
-            )
-        work = np.array(held["attention work"])
-        for rank, axes in enumerate(column[1:]):
-            canvas(axes, "", n, -0.6, 1)
-            own = {name: x[rank * n : (rank + 1) * n] for name, x in held["on ranks"].items()}
-            strip(axes, own)
-            if layout == "buffer":
-                axes.plot([n / 2] * 2, [-0.1, 1.1], color=INK, linewidth=1, clip_on=False)
-            share, empty = work[rank] / work.mean(), int((ids[rank * n : (rank + 1) * n] == 0).sum())
-            note = f"rank {rank}: attention work {share:.2f} of the mean, {empty} slots of padding"
-            write(axes, 0, -0.35, note, ha="left", fontsize=8)
+    first, *others = figure.subplots(RANKS + 1)
+    ids, n = np.array(numbers["on ranks"]["ids"]), CAPACITY // RANKS
+    canvas(first, "The whole buffer is divided", CAPACITY, -0.7, 1)
+    strip(first, numbers["in order"])
+    for chunk in range(2 * RANKS):
+        first.plot([chunk * CHUNK] * 2, [-0.1, 1.1], color=INK, linewidth=1, clip_on=False)
+        rank = min(chunk, 2 * RANKS - 1 - chunk)
+        write(first, (chunk + 0.5) * CHUNK, -0.4, f"rank {rank}", fontsize=8)
+    first.plot([CAPACITY] * 2, [-0.1, 1.1], color=INK, linewidth=1, clip_on=False)
+    work = np.array(numbers["attention work"])
+    for rank, axes in enumerate(others):
+        canvas(axes, "", n, -0.6, 1)
+        own = {name: x[rank * n : (rank + 1) * n] for name, x in numbers["on ranks"].items()}
+        strip(axes, own)
+        axes.plot([n / 2] * 2, [-0.1, 1.1], color=INK, linewidth=1, clip_on=False)
+        share, empty = work[rank] / work.mean(), int((ids[rank * n : (rank + 1) * n] == 0).sum())
+        note = f"rank {rank}: attention work {share:.2f} of the mean, {empty} slots of padding"
+        write(axes, 0, -0.35, note, ha="left", fontsize=8)
     figure.legend(handles=slot_legend(), loc="outside lower center", ncols=3, frameon=False)
     return figure
 
 
 def draw_ring(numbers: Numbers) -> Figure:
-    """Draws a row for each layout and a panel for each ring step, with what all ranks compute in it."""
+    """Draws a panel for each ring step, with what all ranks compute in it."""
     n = CAPACITY // RANKS
-    figure = Figure(figsize=(11, 6.6), layout="constrained")
-    panels = figure.subplots(2, RANKS)
-    for (layout, title), row in zip(LAYOUTS.items(), panels, strict=True):
-        ids = np.array(numbers[layout]["ids"])
-        for step, (axes, of_ranks) in enumerate(zip(row, numbers[layout]["keys"], strict=True)):
-            pairs = 0
-            for rank, (lo, hi) in enumerate(np.array(of_ranks)):
-                source, pairs = (rank - step) % RANKS, pairs + int((hi - lo).sum())
-                corner = source * n, rank * n
-                axes.add_patch(Rectangle(corner, n, n, facecolor="#f6f6f6", edgecolor=FAINT, linewidth=0.6))
-                if not (hi > lo).any():
-                    write(axes, corner[0] + n / 2, corner[1] + n / 2, "skipped", fontsize=7, color=FAINT)
-                for start, stop in stretches(np.where(hi > lo, ids[rank], 0)):
-                    if hi[start] > lo[start]:
-                        outline = staircase(lo[start:stop], hi[start:stop], start) + corner
-                        rgb = hues(ids[rank, start : start + 1])[0]
-                        axes.add_patch(
-                            Polygon(
-                                outline, facecolor=rgb if step else tint(rgb), edgecolor=INK, linewidth=0.8
-                            )
-                        )
-            axes.set(xlim=(0, CAPACITY), ylim=(CAPACITY, 0), aspect="equal")
-            names, middles = [str(rank) for rank in range(RANKS)], (np.arange(RANKS) + 0.5) * n
-            axes.set_xticks(middles, names)
-            axes.set_yticks(middles, names)
-            axes.tick_params(length=0)
-            axes.set_xlabel(f"keys of rank\n{pairs:,} pairs")
-            name = f"ring step {step}" if step else "own keys"
-            axes.set_title(name, fontsize=10, color=INK)
-        row[0].set_ylabel(f'"{layout}": {title}\n\nqueries of rank', color=INK)
+    figure = Figure(figsize=(11, 3.4), layout="constrained")
+    row = figure.subplots(1, RANKS)
+    ids = np.array(numbers["ids"])
+    for step, (axes, of_ranks) in enumerate(zip(row, numbers["keys"], strict=True)):
+        pairs = 0
+        for rank, (lo, hi) in enumerate(np.array(of_ranks)):
+            source, pairs = (rank - step) % RANKS, pairs + int((hi - lo).sum())
+            corner = source * n, rank * n
+            axes.add_patch(Rectangle(corner, n, n, facecolor="#f6f6f6", edgecolor=FAINT, linewidth=0.6))
+            if not (hi > lo).any():
+                write(axes, corner[0] + n / 2, corner[1] + n / 2, "skipped", fontsize=7, color=FAINT)
+            for start, stop in stretches(np.where(hi > lo, ids[rank], 0)):
+                if hi[start] > lo[start]:
+                    outline = staircase(lo[start:stop], hi[start:stop], start) + corner
+                    rgb = hues(ids[rank, start : start + 1])[0]
+                    axes.add_patch(
+                        Polygon(outline, facecolor=rgb if step else tint(rgb), edgecolor=INK, linewidth=0.8)
+                    )
+        axes.set(xlim=(0, CAPACITY), ylim=(CAPACITY, 0), aspect="equal")
+        names, middles = [str(rank) for rank in range(RANKS)], (np.arange(RANKS) + 0.5) * n
+        axes.set_xticks(middles, names)
+        axes.set_yticks(middles, names)
+        axes.tick_params(length=0)
+        axes.set_xlabel(f"keys of rank\n{pairs:,} pairs")
+        name = f"ring step {step}" if step else "own keys"
+        axes.set_title(name, fontsize=10, color=INK)
+    row[0].set_ylabel("queries of rank", color=INK)
     return figure
 
 

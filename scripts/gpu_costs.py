@@ -23,7 +23,6 @@ from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.ops.attention import pallas
-from jaxthd.ops.attention.batched import turns
 from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
 from jaxthd.packing.batch import Batch
@@ -605,35 +604,19 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
     """Trips of an entry of the loops that the data bounds, by part of the model. Experts: of an even load."""
     compute, llm, block = config.compute, config.model.llm, config.compute.blocks.attention
 
-    def of_blocks(ids: Any, positions: Any, field: str, heads: int, *, batched: bool) -> float:
+    def of_blocks(ids: Any, positions: Any, field: str) -> float:
         segments = make_segments(ids, positions, block=block, axis=None)
-        ranges = getattr(segments, field).blocks
-        if batched:
-            return float(turns(ranges, len(ranges), heads))
-        return float(np.diff(np.asarray(ranges)).mean())
+        return float(np.diff(np.asarray(getattr(segments, field).blocks)).mean())
 
     supervised = float((np.asarray(batch.weights) > 0).sum())
     assigned = float((np.asarray(batch.segment_ids) > 0).sum()) * llm.experts_per_token
-    decoder = of_blocks(
-        batch.segment_ids,
-        batch.positions,
-        "local",
-        llm.q_heads,
-        batched=compute.attention_backend == "batched",
-    )
     found = {
-        "attention": decoder,
+        "attention": of_blocks(batch.segment_ids, batch.positions, "local"),
         "head": -(-supervised // (config.mesh.context * compute.blocks.loss)),
         "experts": assigned / compute.blocks.experts + llm.experts / 2,
     }
     if compute.blocks.expert_rounds:
         found["experts"] = 1.0
     if config.model.encoder is not None:
-        found["encoder attention"] = of_blocks(
-            batch.chunk_ids,
-            batch.chunk_positions,
-            "whole",
-            config.model.encoder.heads,
-            batched=False,
-        )
+        found["encoder attention"] = of_blocks(batch.chunk_ids, batch.chunk_positions, "whole")
     return found

@@ -4,7 +4,6 @@ Legend: R rows, T tokens of a row, C context ranks, s ring steps, L (lo, hi), n 
 """
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,7 @@ import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, MeshConfig
+from jaxthd.config import Config, MeshConfig
 from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.balance import attention_work
@@ -35,8 +34,6 @@ SENTENCES = ((("Write:",), 4, ("one", "two", "<end>")), (("Say:",), 3, ("go", "<
 AUDIO = "audio"
 DECAY = 0.08
 """The state decays by exp(-DECAY) from token to token."""
-LAYOUTS = {"buffer": "the whole buffer is divided", "document": "each document is divided"}
-
 Numbers = dict[str, Any]
 
 
@@ -74,7 +71,7 @@ def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]
     return Document.splice(str(key), tokens, supervised, [[mels]], placeholder=0)
 
 
-def packed(layout: Any) -> tuple[Batch, Buffer]:
+def packed() -> tuple[Batch, Buffer]:
     """(DOCUMENTS as the loader lays them out over RANKS context ranks, the same row in document order).
     Documents are ordered so that attention is balanced over the ranks.
     """
@@ -88,14 +85,8 @@ def packed(layout: Any) -> tuple[Batch, Buffer]:
     }
     _, report = pack_row(documents, **settings)
     documents = [documents[int(key)] for key in report.keys]
-    round_to = 2 * RANKS if layout == "document" else 1
-    batch, _ = pack_row(documents, **settings, layout=layout, round_to=round_to, order_seed=None)
-    config = Config(
-        mesh=MeshConfig(context=RANKS),
-        data=DataConfig(round_to=round_to),
-        compute=ComputeConfig(context_layout=layout),
-    )
-    return batch, document_order(batch, 0, config)
+    batch, _ = pack_row(documents, **settings, order_seed=None)
+    return batch, document_order(batch, 0, Config(mesh=MeshConfig(context=RANKS)))
 
 
 def slots(ids: np.ndarray, audio_slots: np.ndarray) -> Numbers:
@@ -104,7 +95,7 @@ def slots(ids: np.ndarray, audio_slots: np.ndarray) -> Numbers:
 
 
 def buffer_numbers() -> Numbers:
-    batch, buffer = packed("buffer")
+    batch, buffer = packed()
     return {
         **slots(buffer.ids, buffer.audio_slots),
         "positions": buffer.positions.tolist(),
@@ -135,42 +126,35 @@ def slot_numbers() -> Numbers:
 
 
 def layout_numbers() -> Numbers:
-    found = {}
-    for layout in LAYOUTS:
-        batch, buffer = packed(layout)
-        ids, positions = batch.segment_ids[0], batch.positions[0]
-        found[layout] = {
-            "in order": slots(buffer.ids, buffer.audio_slots),
-            "on ranks": slots(ids, batch.audio_slots[0]),
-            "attention work": attention_work(positions, ids, RANKS).tolist(),
-        }
-    return found
+    batch, buffer = packed()
+    ids, positions = batch.segment_ids[0], batch.positions[0]
+    return {
+        "in order": slots(buffer.ids, buffer.audio_slots),
+        "on ranks": slots(ids, batch.audio_slots[0]),
+        "attention work": attention_work(positions, ids, RANKS).tolist(),
+    }
 
 
-def _ring_steps(layout: Any, ids: Any, positions: Any) -> Any:
+def _ring_steps(ids: Any, positions: Any) -> Any:
     """Key intervals on one rank, as int [1, ring steps, (lo, hi), queries]; runs inside shard_map."""
-    segments = make_segments(ids, positions, block=8, axis=CONTEXT, layout=layout)
+    segments = make_segments(ids, positions, block=8, axis=CONTEXT)
     return jnp.stack([jnp.stack([x.lo, x.hi]) for x in segments.keys_by_step])[None]
 
 
 def ring_numbers() -> Numbers:
     """By ring step, rank and local query: the interval [lo, hi) of keys that it sees at that step."""
     row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
-    found = {}
-    for layout in LAYOUTS:
-        batch, _ = packed(layout)
-
-        mapped = jax.shard_map(
-            partial(_ring_steps, layout),
-            mesh=make_mesh(MeshConfig(context=RANKS)),
-            in_specs=(row, row),
-            out_specs=ranks,
-            check_vma=False,
-        )
-        keys_CsLn = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions))
-        ids = batch.segment_ids[0].reshape(RANKS, -1)
-        found[layout] = {"ids": ids.tolist(), "keys": keys_CsLn.swapaxes(0, 1).tolist()}
-    return found
+    batch, _ = packed()
+    mapped = jax.shard_map(
+        _ring_steps,
+        mesh=make_mesh(MeshConfig(context=RANKS)),
+        in_specs=(row, row),
+        out_specs=ranks,
+        check_vma=False,
+    )
+    keys_CsLn = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions))
+    ids = batch.segment_ids[0].reshape(RANKS, -1)
+    return {"ids": ids.tolist(), "keys": keys_CsLn.swapaxes(0, 1).tolist()}
 
 
 def scan(x_RT: np.ndarray, positions_RT: np.ndarray, at: np.ndarray) -> np.ndarray:
@@ -191,7 +175,7 @@ def state_numbers() -> Numbers:
     start of each chunk, after the exchange between ranks. state: the result of one scan over the whole
     buffer.
     """
-    batch, buffer = packed("buffer")
+    batch, buffer = packed()
     inputs = (buffer.ids > 0).astype(float)
     parts = {name: np.split(x, 2 * RANKS) for name, x in (("x", inputs), ("positions", buffer.positions))}
     last = (np.arange(2 * RANKS) + 1) * CHUNK - 1

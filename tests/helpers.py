@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxthd.models.mixers import MoE
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
-from jaxthd.packing.layout import ContextLayout, inverse_permutation
+from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.steps.blueprint import Blueprint
@@ -33,21 +33,18 @@ CASES: dict[str, list[int]] = {
 }
 
 
-def row_arrays(
-    lengths: Sequence[int], capacity: int = CAPACITY, round_to: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
+def row_arrays(lengths: Sequence[int], capacity: int = CAPACITY) -> tuple[np.ndarray, np.ndarray]:
     """(segment ids, positions) [capacity] of documents packed back to back, with padding at the end."""
     ids, positions = np.zeros(capacity, np.int32), np.zeros(capacity, np.int32)
-    for number, span in enumerate(spans(lengths, round_to), 1):
+    for number, span in enumerate(spans(lengths), 1):
         ids[span] = number
         positions[span] = np.arange(span.stop - span.start)
     return ids, positions
 
 
-def spans(lengths: Sequence[int], round_to: int = 1) -> list[slice]:
-    """The slots of each document in its row; its length is rounded up to a multiple of round_to."""
-    slots = [-(-n // round_to) * round_to for n in lengths]
-    starts = np.cumsum(slots, dtype=int) - slots
+def spans(lengths: Sequence[int]) -> list[slice]:
+    """The slots of each document in its row."""
+    starts = np.cumsum(lengths, dtype=int) - lengths
     return [slice(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
 
 
@@ -92,8 +89,6 @@ def on_context(
     context: int,
     *,
     block: int,
-    layout: Literal["buffer", "document"] = "buffer",
-    round_to: int = 1,
     documents: int | None = None,
     window: int | None = None,
     uniform_program: bool = True,
@@ -102,9 +97,8 @@ def on_context(
     dx) in document order.
 
     mixer: (params, x_N.., segments) -> y_N... The row is laid out over `context` simulated devices. x, y and
-    the cotangent may be trees of such arrays. All may have a leading dim of rows if ids [R, T] has it; in the
-    layout "document" all rows must then have documents of the same lengths. documents: as in Segments.
-    window, uniform_program: as make_segments takes them.
+    the cotangent may be trees of such arrays. All may have a leading dim of rows if ids [R, T] has it.
+    documents: as in Segments. window, uniform_program: as make_segments takes them.
     """
     spec = PartitionSpec(None, "context")
 
@@ -117,7 +111,6 @@ def on_context(
             prefixes,
             block=block,
             axis="context",
-            layout=layout,
             documents=documents,
             window=window,
             uniform_program=uniform_program,
@@ -141,7 +134,7 @@ def on_context(
     def run(
         params: Any, x: Any, ids: Any, positions: Any, cotangent: Any, prefixes: Any = None
     ) -> tuple[Any, Any, Any]:
-        order = ContextLayout(layout, context, round_to).permutation(ids.reshape(-1, ids.shape[-1])[0])
+        order = DualChunkSwap(context).permutation(ids.shape[-1])
         back = inverse_permutation(order)
 
         def in_layout(a: np.ndarray) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -44,8 +44,7 @@ TINY = ModelConfig(
     ),
 )
 COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=64, loss=64))
-Recomputes = Literal["auto", "stage", "blocks", "nothing"]
-CHOICES: tuple[Recomputes, ...] = ("stage", "blocks", "auto", "nothing")
+CHOICES = (True, False)
 
 
 class Program(NamedTuple):
@@ -105,8 +104,8 @@ def matrix_bytes(config: Config) -> int:
     )
 
 
-def with_remat(config: Config, recomputes: Recomputes) -> Config:
-    return replace(config, compute=replace(config.compute, remat_stage=recomputes))
+def with_remat(config: Config, remat_llm: bool) -> Config:
+    return replace(config, compute=replace(config.compute, remat_llm=remat_llm))
 
 
 def forward_passes(config: Config, program: Program, kept: Program) -> float:
@@ -117,3 +116,11 @@ def forward_passes(config: Config, program: Program, kept: Program) -> float:
     llm = config.model.llm
     once = 4 * config.data.capacity * llm.dim * llm.ffn_dim
     return 1 + round(2 * (program.flops - kept.flops) / once) / 2
+
+
+def bubble_formula(ranks: int, stages_per_rank: int, microbatches: int) -> float:
+    """The bubble if every stage's forward and backward pass take the same time on all ranks.
+
+    Source: Narayanan et al., 2021, whose formula gives idle time over busy time instead.
+    """
+    return (ranks - 1) / (stages_per_rank * microbatches + ranks - 1)

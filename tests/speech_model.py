@@ -31,9 +31,7 @@ from tests.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
 PLACEHOLDER = VOCAB - 1
-ROUND_TO = 8
-"""In the layout by documents a document's slots are a multiple of this."""
-Layout = Literal["buffer", "document", "whole"]
+Layout = Literal["buffer", "whole"]
 CHUNK = 48
 """Longer clips are encoded in chunks of this many mel frames."""
 MODEL = ModelConfig(
@@ -145,8 +143,7 @@ def placement(row: list[Document], context: int, layout: Layout) -> Placement | 
 
 
 def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *, audio: int = AUDIO) -> Batch:
-    """Packs the rows. In the layout by documents they take more slots. In the layout "whole" they are in the
-    order that `placement` gives."""
+    """Packs the rows. In the layout "whole" they take more slots, in the order that `placement` gives."""
     capacity = CAPACITY if layout == "buffer" else 2 * CAPACITY
     shares = shares_of(context, layout)
     packed = [
@@ -160,7 +157,6 @@ def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *,
             audio_ranks=context,
             order_seed=None,
             layout=layout,
-            round_to=ROUND_TO if layout == "document" else 1,
             shares=shares,
             placement=placement(row, context, layout),
         )[0]

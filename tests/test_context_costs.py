@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from jaxthd.config import BlockSizes, ComputeConfig
-from jaxthd.planning.layouts import exchange_bytes
 from tests import context_costs as bench
 
 MODEL = replace(bench.TINY, llm=replace(bench.TINY.llm, pattern="M*"))
@@ -25,16 +24,6 @@ def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length(kind, c
     formula = bench.passed_bytes(kind, MODEL.llm, context)
     found = [bench.layer_bytes(kind, context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]
     assert found == [formula, formula]
-
-
-@pytest.mark.parametrize(("context", "groups"), [(4, 2), pytest.param(2, 4, marks=pytest.mark.exhaustive)])
-def test_mamba_exchanges_activations_where_documents_are_cut_by_themselves(context, groups):
-    """Groups fewer than ranks are repeated. Besides, once a step all ids and positions are gathered."""
-    llm, compute = replace(MODEL.llm, mamba_groups=groups), replace(COMPUTE, context_layout="document")
-    tokens = 512
-    ids_and_positions = (context - 1) * tokens // context * 2 * 4
-    formula = exchange_bytes(llm, context, tokens / context, 4)
-    assert bench.layer_bytes("M", context, tokens, llm, compute) - ids_and_positions == formula
 
 
 def test_attention_sends_keys_and_values_around_once_and_their_gradients_home():

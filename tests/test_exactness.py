@@ -34,7 +34,7 @@ from tests.speech_model import CASES, MODEL, documents, evaluate, pack, program,
 MESHES = [(2, 2, "ring", "buffer")]
 """(data, context, exchange, layout): both axes."""
 OTHER_MESHES = [
-    (1, 4, "ring", "document"),
+    (1, 4, "ring", "buffer"),
     (1, 4, "all_gather", "buffer"),
     (1, 4, "ring", "whole"),
 ]

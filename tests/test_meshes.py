@@ -85,7 +85,7 @@ def test_the_mesh_changes_nothing_on_more_context_ranks_than_a_window_reaches() 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [1, 2, 4])
 def test_stages_that_differ_change_nothing(number: int):
-    """Their ring is one of pairs. All layouts, and all that a stage may recompute."""
+    """Their keys are gathered. Both layouts, with recomputed blocks and without."""
     row = check(unlike("float64")[number])
     assert row["error"] <= 1e-10, row
 

@@ -35,7 +35,7 @@ from tests.meshes.models import MODEL
 from tests.objectives import packed as by_hand
 from tests.speech_model import MELS
 from tests.test_exactness import score_parts
-from tests.test_shared_prompts import AUDIO, CAPACITY, ROUND_TO, SEGMENTS, documents
+from tests.test_shared_prompts import AUDIO, CAPACITY, SEGMENTS, documents
 from tests.test_shared_prompts import config_of as of_all_mixers
 
 ONE_DEVICE = MeshConfig()
@@ -118,10 +118,10 @@ def rows() -> list[list[Document]]:
 
 
 def pack(mesh: MeshConfig, layout: Any, share_prompts: bool) -> Batch:
-    capacity = CAPACITY * (1 if share_prompts else 4) * {"buffer": 1, "document": 2, "whole": 4}[layout]
+    capacity = CAPACITY * (1 if share_prompts else 4) * {"buffer": 1, "whole": 4}[layout]
     sizes: dict[str, Any] = {"capacity": capacity, "audio_capacity": AUDIO, "num_mels": MELS}
     sizes |= {"max_documents": SEGMENTS, "context": mesh.context, "audio_ranks": mesh.audio_ranks}
-    sizes |= {"round_to": ROUND_TO if layout == "document" else 1, "extras": EXTRAS}
+    sizes |= {"extras": EXTRAS}
     packed = []
     for row in rows():
         more = {"layout": layout}
@@ -190,7 +190,7 @@ def each_answer_alone() -> tuple[dict[str, float], Any]:
 RUNS = [
     (ONE_DEVICE, 0, True, "buffer"),
     (MeshConfig(1, 2, 2, 2), 0, True, "buffer"),
-    (MeshConfig(2, 2, 2, 1), 1, True, "document"),
+    (MeshConfig(2, 2, 2, 1), 1, True, "buffer"),
     (MeshConfig(2, 2, 1, 2), 0, False, "buffer"),
     (MeshConfig(1, 2, 2, 2), 0, True, "whole"),
     (MeshConfig(2, 2, 1, 1), 0, False, "whole"),

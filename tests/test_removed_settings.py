@@ -9,7 +9,7 @@ import pytest
 
 from jaxthd.config import Config, RopeConfig
 from jaxthd.config.listing import all_groups, kind_at
-from jaxthd.config.removed import REMOVED
+from jaxthd.config.removed import REMOVED, REPLACED
 from jaxthd.files.config_file import load_config
 from jaxthd.files.run_folder import differences, read_config, write_config
 
@@ -37,6 +37,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "compute.scan_chunk": (128, {}),
     "compute.subsampling_frames": (1024, {}),
     "compute.mamba_chunk": (128, {}),
+    "compute.remat_stage": ("nothing", {"compute.remat_llm": False}),
     "model.llm.rope_theta": (1e6, {"model.llm.rope": RopeConfig(theta=1e6)}),
     "train.tensorboard": (False, {"train.trackers": ()}),
     "train.max_skipped_steps": (3, {}),
@@ -114,6 +115,22 @@ def test_a_config_file_may_give_one(path: str, tmp_path: Path, capsys: pytest.Ca
     assert f"old.py: {path} {value!r} is no setting any more: " in capsys.readouterr().err
     with pytest.raises(TypeError, match=name):
         kind_at(group)(**{name: value})
+
+
+@pytest.mark.parametrize(("group", "name", "old"), REPLACED)
+def test_a_value_that_is_none_any_more_is_replaced(
+    group: str, name: str, old: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    stored_run(tmp_path, {f"{group}.{name}": old})
+    (tmp_path / "old.py").write_text(
+        "from jaxthd.config import *\n\n"
+        f"def config(): return Config({group}={kind_at(group).__name__}({name}={old!r}))\n"
+    )
+    now, why = REPLACED[group, name, old]
+    for config in (read_config(tmp_path), load_config(tmp_path / "old.py")):
+        assert attrgetter(f"{group}.{name}")(config) == now
+    said = f"{group}.{name} {old!r} is no choice any more, {now!r} is: {why}"
+    assert capsys.readouterr().err.count(said) == 2
 
 
 def test_fields_of_a_run_that_were_elsewhere_are_found(tmp_path: Path):

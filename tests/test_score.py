@@ -29,7 +29,7 @@ from jaxthd.steps.state import canonical_form
 from tests import test_train
 from tests.answers import alone, document_with_answers
 from tests.helpers import filled_state
-from tests.speech_model import AUDIO, CAPACITY, MELS, MODEL, ROUND_TO, Spec, document, run_config, state
+from tests.speech_model import AUDIO, CAPACITY, MELS, MODEL, Spec, document, run_config, state
 from tests.test_train import tiny
 
 TOP = 4
@@ -101,7 +101,6 @@ def config_for(mesh: MeshConfig, layout: str = "buffer", rows: int = 4, microbat
         audio_capacity=AUDIO * mesh.audio_ranks,
         max_documents=8,
         packing_bins=3,
-        round_to=ROUND_TO if layout == "document" else 1,
         workers=0,
     )
     return replace(base, mesh=mesh, data=data)
@@ -110,7 +109,7 @@ def config_for(mesh: MeshConfig, layout: str = "buffer", rows: int = 4, microbat
 @pytest.mark.parametrize(
     ("mesh", "layout", "every_token"),
     [
-        (MeshConfig(2, 2, 1, 1), "document", True),
+        (MeshConfig(2, 2, 1, 1), "buffer", True),
         pytest.param(MeshConfig(1, 4, 1, 1), "whole", True, marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(1, 2, 2, 1), "buffer", True, marks=pytest.mark.exhaustive),
         # Two unequal stages on each rank.
@@ -138,7 +137,7 @@ def test_packed_documents_on_any_mesh_get_the_scores_they_get_alone(mesh, layout
 @pytest.mark.parametrize(
     ("mesh", "layout", "share_prompts"),
     [
-        (MeshConfig(1, 2, 1, 1), "document", True),
+        (MeshConfig(1, 2, 1, 1), "buffer", True),
         pytest.param(MeshConfig(1, 2, 1, 1), "whole", True, marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(2, 1, 2, 1), "buffer", True, marks=pytest.mark.exhaustive),
         pytest.param(MeshConfig(1, 2, 1, 1), "buffer", False, marks=pytest.mark.exhaustive),

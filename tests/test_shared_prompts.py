@@ -30,7 +30,7 @@ from tests.meshes.runs import variants
 from tests.speech_model import CHUNK, MELS, PLACEHOLDER
 from tests.test_exactness import score_packed, score_parts, scorer
 
-CAPACITY, AUDIO, SEGMENTS, ROUND_TO = 64, 512, 16, 8
+CAPACITY, AUDIO, SEGMENTS = 64, 512, 16
 ONE_DEVICE = MeshConfig()
 
 
@@ -76,13 +76,12 @@ def documents() -> list[list[Document]]:
 def pack(mesh: MeshConfig, layout: Any = "buffer", share_prompts: bool = True) -> Batch:
     capacity = CAPACITY if share_prompts else 4 * CAPACITY
     sizes: dict[str, Any] = {
-        "capacity": capacity * {"buffer": 1, "document": 2, "whole": 4}[layout],
+        "capacity": capacity * {"buffer": 1, "whole": 4}[layout],
         "audio_capacity": AUDIO,
         "num_mels": MELS,
         "max_documents": SEGMENTS,
         "context": mesh.context,
         "audio_ranks": mesh.audio_ranks,
-        "round_to": ROUND_TO if layout == "document" else 1,
     }
     rows = []
     for row in documents():
@@ -178,7 +177,6 @@ def test_the_blocks_of_all_families_go_on_from_the_prompt() -> None:
     ("mesh", "layout", "exchange"),
     [
         (MeshConfig(1, 4, 1, 1), "buffer", "all_gather"),
-        (MeshConfig(1, 4, 1, 1), "document", "ring"),
         (MeshConfig(1, 4, 1, 1), "whole", "ring"),
         (MeshConfig(2, 2, 2, 1), "whole", "all_gather"),
     ],

@@ -48,11 +48,12 @@ class ComputeConfig:
     forward and backward (pip install 'jaxthd[fp8]'). "experts" stands for the routed experts, which no other
     pattern matches. Routers, time steps of recurrent layers, embedding and head never do."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
-    """How attention reaches the keys and values of other context ranks."""
-    context_layout: Literal["auto", "buffer", "document", "whole"] = "buffer"
+    """How attention reaches the keys and values of other context ranks. Among pipeline stages they are
+    gathered, whatever this says."""
+    context_layout: Literal["auto", "buffer", "whole"] = "buffer"
     """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
-    whole buffer, or each document by itself (data.round_to must then be a multiple of 2 * context), or only
-    documents that must be. "whole" keeps a document on one rank where it fits its share of the buffer.
+    whole buffer, or only documents that must be. "whole" keeps a document on one rank where it fits its share
+    of the buffer.
     "auto": a training run chooses by the lengths of its documents, and keeps the choice in its workdir; other
     commands, and objectives that compare answers, use "buffer"."""
     context_cuts: Index = 8
@@ -65,16 +66,15 @@ class ComputeConfig:
     attention_backend: str = "auto"
     """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16. "pallas": kernels of
-    our own, for windows, shared prompts and decoding too. "batched": all blocks at once, few large kernels.
+    our own, for windows, shared prompts and decoding too.
     All are for NVIDIA GPUs, and a measurement as the run starts must admit them; none has run on one yet.
-    "auto": on GPUs the first of te, cudnn, pallas, batched, xla that is admitted; xla elsewhere. See jaxthd
+    "auto": on GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd
     doctor."""
-    encoder_attention: Literal["auto", "blocks", "banded", "pallas"] = "auto"
+    encoder_attention: Literal["auto", "blocks", "pallas"] = "auto"
     """How the encoder's attention is computed. "blocks": a block after the other, and none without an allowed
-    pair. "banded": every block with all blocks that a clip can reach, in few large kernels. Both are dense in
-    rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must admit them.
-    On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": blocks on a CPU;
-    elsewhere pallas where it is admitted, else banded."""
+    pair; dense in rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must
+    admit them. On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": pallas on
+    GPUs where it is admitted, else blocks."""
     scan_backend: str = "auto"
     """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
@@ -87,13 +87,6 @@ class ComputeConfig:
     activations. Those of the subsampling are as large as many blocks'."""
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
-    remat_stage: Literal["auto", "stage", "blocks", "nothing"] = "auto"
-    """In a pipeline: what the backward pass of a stage computes again. "stage": the stage from its input,
-    then its blocks as remat_llm says; it runs forward three times, or two. "blocks": its blocks, from inputs
-    that are kept for each microbatch in flight; two times. "nothing": all activations are kept; once. "auto":
-    in jaxthd train nothing, where the devices' memory is known and holds that; else blocks, or with remat_llm
-    False the stage.
-    But for "stage" the encoder, too, begins its backward pass where its forward pass ended."""
     remat_keep: Literal["nothing", "layers", "products"] = "nothing"
     """What is kept where the decoder or the encoder is recomputed. "nothing": only the input of each repeat
     of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
@@ -128,18 +121,6 @@ class ComputeConfig:
         return "experts" in self.fp8
 
     @property
-    def layout(self) -> Literal["buffer", "document", "whole"]:
+    def layout(self) -> Literal["buffer", "whole"]:
         """context_layout; "buffer" where nothing has decided on "auto"."""
         return "buffer" if self.context_layout == "auto" else self.context_layout
-
-    @property
-    def recomputed_of_stage(self) -> Literal["stage", "blocks", "nothing"]:
-        """remat_stage, with what "auto" means where no device's memory is known."""
-        if self.remat_stage != "auto":
-            return self.remat_stage
-        return "blocks" if self.remat_llm else "stage"
-
-    @property
-    def remat_blocks_of_stage(self) -> bool:
-        """Whether a pipeline stage recomputes its blocks in the backward pass."""
-        return {"stage": self.remat_llm, "blocks": True, "nothing": False}[self.recomputed_of_stage]

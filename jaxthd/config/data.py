@@ -157,8 +157,7 @@ class DataConfig:
     Lines that were appended need no such setting: the epoch under way ends first, without them."""
     round_to: int = 1
     """Each document's slots are rounded up to a multiple of this (1: no rounding). It shapes the stream of
-    buffers. With compute.context_layout "document" it must be a multiple of 2 * context, for every context
-    size that the run will use."""
+    buffers."""
     shuffle: bool = True
     """Shuffle the documents anew every epoch."""
     seed: Index = 0

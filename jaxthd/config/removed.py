@@ -69,6 +69,11 @@ REMOVED: dict[str, dict[str, Removed]] = {
             True, "experts are sharded over the data and context ranks that divide their number"
         ),
         "mamba_chunk": Removed(64, _SIZES),
+        "remat_stage": Removed(
+            "auto",
+            "compute.remat_llm says what a pipeline stage keeps (docs/decisions/pipeline.md)",
+            lambda value, fields: {"remat_llm": value == "blocks"} if value in ("blocks", "nothing") else {},
+        ),
     },
     "model.llm": {
         "rope_theta": Removed(
@@ -89,12 +94,28 @@ REMOVED: dict[str, dict[str, Removed]] = {
 }
 """Group of settings -> name -> what became of it."""
 
+_BOUND = "a step on an H100 was bound to take twice as long as with pallas (docs/decisions/attention.md)"
+REPLACED: dict[tuple[str, str, Any], tuple[Any, str]] = {
+    ("compute", "context_layout", "document"): (
+        "buffer",
+        "the loss is the same, to rounding (docs/decisions/context_layouts.md)",
+    ),
+    ("compute", "attention_backend", "batched"): ("auto", _BOUND),
+    ("compute", "encoder_attention", "banded"): ("auto", _BOUND),
+}
+"""(group of settings, name, a value that it had once) -> (the value that takes its place, why)."""
+
 
 def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """(the fields of a group without the removed ones, in whose place stand those that replaced them; a note
-    on each that had another value than its old default). group: its path in Config, such as "compute"."""
+    """(the fields of a group without the removed ones, in whose place stand those that replaced them, and
+    without removed values; a note on each that had another value than its old default). group: its path in
+    Config, such as "compute"."""
     removed, notes = REMOVED.get(group, {}), []
     present = {name: value for name, value in fields.items() if name not in removed}
+    for (where, name, old_value), (now, why) in REPLACED.items():
+        if where == group and present.get(name) == old_value:
+            present[name] = now
+            notes.append(f"{group}.{name} {old_value!r} is no choice any more, {now!r} is: {why}")
     for name, old in removed.items():
         value = fields.get(name, old.was)
         if (tuple(value) if isinstance(value, list) else value) != old.was:  # JSON has no tuples

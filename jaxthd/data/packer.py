@@ -94,9 +94,8 @@ class PackDocuments(Sequence[Any]):
     context: int = 1
     """Context ranks that the buffer is laid out for."""
     layout: LayoutKind = "buffer"
-    """What is divided over the context ranks: the whole buffer, or each document by itself. "document"
-    needs a round_to that is a multiple of 2 * context. "whole": only documents that must be; each other one
-    stays on one rank."""
+    """What is divided over the context ranks: the whole buffer; or, "whole", only documents that must be, and
+    each other one stays on one rank."""
     cuts: int = 8
     """Under "whole": the most documents of a buffer that are divided; 0: none."""
     slot_work: float = 0.0
@@ -128,10 +127,10 @@ class PackDocuments(Sequence[Any]):
             raise UserError(
                 f"capacity {self.capacity} must be a multiple of 2 * context = {2 * self.context}"
             )
-        if self.layout == "document" and self.context > 1 and self.round_to % (2 * self.context):
+        if self.layout not in get_args(LayoutKind):
             raise UserError(
-                f"round_to {self.round_to} must be a multiple of 2 * context = {2 * self.context} for the "
-                'layout "document", which divides each document over the context ranks'
+                f"layout is {self.layout!r}; choose one of {', '.join(get_args(LayoutKind))}: for batches in "
+                "which each document is divided over the context ranks, thd_batch and shard_packed"
             )
         if self.packing not in get_args(Packing):
             raise UserError(f"packing is {self.packing!r}; choose one of {', '.join(get_args(Packing))}")

@@ -1,6 +1,5 @@
 """Which kernels a run uses: those that are admitted on the devices of all its processes."""
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,17 +48,14 @@ def attention_shape(config: Config, is_latent: bool | None = None) -> AttentionS
 
 
 def scan_shape(config: Config) -> ScanShape:
-    """What one rank scans: its context chunks, for all heads of its tensor rank; or under the per-document
-    layout whole rows, for its context rank's share of these heads. Under the layout "whole" states enter what
-    is scanned without the kernel. A group whose heads lie on several ranks
-    is on each of them.
+    """What one rank scans: its context chunks, for all heads of its tensor rank. Under the layout "whole"
+    states enter what is scanned without the kernel. A group whose heads lie on several ranks is on each of
+    them.
     """
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
     tokens, states_enter = config.data.capacity, context > 1
-    if context > 1 and config.compute.layout == "document":
-        heads, groups, states_enter = heads // context, math.lcm(groups, context) // context, False
-    elif context > 1 and config.compute.layout == "whole":
+    if context > 1 and config.compute.layout == "whole":
         tokens, states_enter = tokens // context, False
     elif context > 1:
         tokens //= 2 * context
@@ -95,7 +91,7 @@ class Choice(NamedTuple):
 
     shapes: what the model computes with it; none: it has no such layers. kernels: of a shape, those of the
     back-ends that need admission ("xla" too, which needs none). A back-end is used where it is admitted for
-    every shape. plain: names that need no admission: what "auto" is on a CPU, and on a GPU that admits no
+    every shape. plain: the one that needs no admission: what "auto" is on a CPU, and on a GPU that admits no
     kernel. interpreted: back-ends that a CPU interprets: a probe there would say nothing about the GPU's.
     useless: why "auto" does not try a back-end, None if it does.
     """
@@ -103,7 +99,7 @@ class Choice(NamedTuple):
     field: str
     shapes: Callable[[Config], Sequence[Any]]
     kernels: Callable[[Any], Sequence[Kernel]]
-    plain: tuple[str, str]
+    plain: str
     interpreted: tuple[str, ...]
     useless: Callable[[Config, str], str | None] = lambda config, name: None
 
@@ -113,7 +109,7 @@ CHOICES = (
         "attention_backend",
         attention_shapes,
         attention_kernels,
-        ("xla", "xla"),
+        "xla",
         tuple(name for name, backend in ATTENTION.items() if backend.is_interpreted_on_cpu),
         _not_for_windows,
     ),
@@ -121,10 +117,10 @@ CHOICES = (
         "scan_backend",
         lambda config: [scan_shape(config)] if "M" in config.model.llm.kinds else [],
         scan_kernels,
-        ("xla", "xla"),
+        "xla",
         tuple(name for name, backend in SCANS.items() if backend.is_interpreted_on_cpu),
     ),
-    Choice("encoder_attention", _encoder_shapes, encoder_kernels, ("blocks", "banded"), ("pallas",)),
+    Choice("encoder_attention", _encoder_shapes, encoder_kernels, "blocks", ("pallas",)),
 )
 
 
@@ -152,7 +148,7 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
         config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
     attention = config.compute.attention_backend
     if "W" in config.model.llm.kinds and for_any_intervals(attention).name != attention:
-        say(f"attention in windows: xla; {attention} does not compute it, pallas and batched do")
+        say(f"attention in windows: xla; {attention} does not compute it, pallas does")
     if Machine.of_this().platform == "gpu" and config.compute.block_sizes is None:
         config = using(config, block_sizes=replace(config.compute.blocks, **LARGE_KERNELS))
     return config
@@ -160,11 +156,8 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
 
 def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder: Path | None) -> str:
     asked: str = getattr(config.compute, choice.field)
-    machine = Machine.of_this()
-    plain = choice.plain[machine.platform != "cpu"]
-    if asked in choice.plain:
-        return asked
-    if machine.platform == "cpu" and asked == "auto":
+    machine, plain = Machine.of_this(), choice.plain
+    if asked == plain or (machine.platform == "cpu" and asked == "auto"):
         return plain
     of_shapes = kernels_of_run(config, choice)
     if not of_shapes:
@@ -199,10 +192,9 @@ def _first_admitted(
     folder: Path | None,
 ) -> str:
     """The name of the first that is admitted for all shapes, in their order; the plain one if no other is."""
-    machine = Machine.of_this()
-    chosen = plain = choice.plain[machine.platform != "cpu"]
+    machine, chosen = Machine.of_this(), choice.plain
     refused = []
-    for name in (name for name in of_shapes[0] if name != plain):
+    for name in (name for name in of_shapes[0] if name != choice.plain):
         refusal = choice.useless(config, name)
         for kernels in of_shapes:
             if refusal is None:

@@ -13,7 +13,6 @@ VERIFIED = {
         "2026-11-22",
         "cudnn": f"not yet run; jax's own code over dense kernels, and lowered for CUDA, on a {_ON_CPU}",
         "pallas": _PALLAS,
-        "batched": "CPU, jax 0.10.2, 2026-11-23; not yet run on a GPU",
         "xla": _EVERYWHERE,
     },
     "encoder attention": {

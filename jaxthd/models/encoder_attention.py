@@ -16,7 +16,6 @@ from jaxtyping import Float
 
 from jaxthd.config import EncoderConfig
 from jaxthd.models.layers import Linear
-from jaxthd.ops.attention.banded import banded_attention
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.attention.relative import distances, relative_attention
@@ -73,21 +72,6 @@ def _by_row(x: Array, rows: int) -> Array:
     return x.reshape(rows, -1, *x.shape[1:])
 
 
-def _banded_attention(
-    query: _Query,
-    k_EHd: Array,
-    waves_EX: Array,
-    v_EHd: Array,
-    segments: Segments,
-    scale: float,
-    *,
-    longest: int,
-) -> Array:
-    """A few large matrix products at a cost linear in the frames. longest: frames of a clip."""
-    arrays = query.content, k_EHd, query.position, waves_EX, v_EHd, segments.whole.lo, segments.whole.hi
-    return banded_attention(*arrays, scale, segments.block, longest)
-
-
 def _blockwise_attention(
     query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
 ) -> Array:
@@ -97,29 +81,19 @@ def _blockwise_attention(
     return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
 
 
-def _attention_over_ranks(
-    query: _Query, k_SHd: Array, v_SHd: Array, clips: Clips, scale: float, longest: int
-) -> Array:
-    """For clips that are cut over ranks: with the keys and values of the neighbours' window.
-
-    It is dense for the rows that _dense_attention takes. The band has queries in the whole window, of which
-    only this rank's see anything.
-    """
+def _attention_over_ranks(query: _Query, k_SHd: Array, v_SHd: Array, clips: Clips, scale: float) -> Array:
+    """For clips that are cut over ranks: with the keys and values of the neighbours' window. It is dense for
+    the rows that _dense_attention takes."""
     segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
     assert neighbours is not None
     assert waves_SX is not None
-    keys = neighbours.keys
     if segments.row_length <= DENSE_FRAMES:
         in_row = query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids
         arrays = (_by_row(x, segments.rows) for x in in_row)
         return dense_attention(*arrays, neighbours.ids, scale).reshape(query.content.shape)
-    if clips.attention != "blocks":
-        content, position, lo, hi = map(neighbours.placed, (*query, keys.lo, keys.hi))
-        given = content, k_SHd, position, waves_SX, v_SHd, lo, hi
-        return neighbours.own(banded_attention(*given, scale, segments.block, longest))
     waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
     q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_SHd, waves_SHX], axis=-1)
-    return interval_attention(q_EHX, k_SHX, v_SHd, keys, scale, segments.block)
+    return interval_attention(q_EHX, k_SHX, v_SHd, neighbours.keys, scale, segments.block)
 
 
 class RelativeAttention(nnx.Module):
@@ -166,7 +140,7 @@ class RelativeAttention(nnx.Module):
             if clips.attention == "pallas" and clips.segments.row_length > DENSE_FRAMES:
                 return self._kernels_over_ranks(q_EHd, k_SHd, v_SHd, w_F2Hd, neighbours)
             query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
-            return _attention_over_ranks(query, k_SHd, v_SHd, clips, scale, self.longest)
+            return _attention_over_ranks(query, k_SHd, v_SHd, clips, scale)
 
         if clips.neighbours is None:
             o_EHd = own(*given)
@@ -182,9 +156,7 @@ class RelativeAttention(nnx.Module):
             u_Hd, v_Hd = self._biases(dtype)
             return self._kernels(q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, w_F2Hd, v_EHd, *segments.whole[:2])
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        banded = partial(_banded_attention, longest=self.longest)
-        long = banded if clips.attention == "banded" else _blockwise_attention
-        attend = _dense_attention if segments.row_length <= DENSE_FRAMES else long
+        attend = _dense_attention if segments.row_length <= DENSE_FRAMES else _blockwise_attention
         return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
 
     def _kernels_over_ranks(

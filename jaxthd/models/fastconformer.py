@@ -153,7 +153,7 @@ class FastConformer(nnx.Module):
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.longest = encoder_frames(config.chunk_frames)
         self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
-        self.keeps_gathered = init.mesh.pipeline == 1 or compute.recomputed_of_stage == "stage"
+        self.keeps_gathered = init.mesh.pipeline == 1
         self.attention = compute.encoder_attention.replace("auto", "blocks")
 
     def __call__(

@@ -368,8 +368,7 @@ class HybridDecoder(HybridLayers):
         init = Init.of(init, compute)
         super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
         if len(self.stages.patterns) > 1:
-            self.remat = remat_of(compute, compute.remat_blocks_of_stage)
-            self.keeps_views = compute.recomputed_of_stage == "stage"
+            self.keeps_views = False
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
 
     def __call__(

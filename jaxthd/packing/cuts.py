@@ -18,8 +18,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from jaxthd.packing.layout import DualChunkSwap
-from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_steps
-from jaxthd.packing.ring_order import RingOrder
+from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_steps, ring_sources
 from jaxthd.packing.windows import make_windowed
 
 Segments = Any
@@ -96,9 +95,8 @@ class CutDocuments(NamedTuple):
     own: this rank's rows as if they were all there is. Cut documents are not among them: their tokens see no
         keys. But the positions of their tokens count from the start of their context chunk, so convolution
         and scan treat each such chunk as a document of its own.
-    narrow: the first slots of the rows, so many that they hold all cut documents, and nothing but these; as
-        under the per-document layout. Several widths, the widest last: T. Empty if no row may have a cut
-        document.
+    narrow: the first slots of the rows, so many that they hold all cut documents, and nothing but these.
+        Several widths, the widest last: T. Empty if no row may have a cut document.
     width: 0 where no row has a cut document, else 1 + which of `narrow` is wide enough. It is the same on all
         ranks that take part in exchanges for cut documents, so these may depend on it.
     slots: see CutSlots. chunk_of_token: which of the E chunks holds each token; -1 for none.
@@ -188,7 +186,7 @@ def _narrow(
     remaining_RS, valid_RS = (x.reshape(-1, width) for x in (of_cut.remaining, of_cut.valid))
     stop_RS = jnp.arange(1, width + 1, dtype=jnp.int32) + remaining_RS
     document = DocumentCut(at.start, at.chunk)
-    sources = RingOrder.of(ranks, uniform_program=of_cut.uniform_program).sources(rank)
+    sources = ring_sources(rank, ranks)
     rectangle = partial(document_rectangle, document, rank, stop_RT=stop_RS)
     remote = intervals_of_steps(rectangle, sources, valid_RS, of_cut.block)
     windowed = None
@@ -201,7 +199,7 @@ def _narrow(
         remote=remote,
         axis=axis,
         context=ranks,
-        layout="document",
+        layout="whole",
         documents=most_cut,
         windowed=windowed,
     )

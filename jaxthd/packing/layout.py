@@ -1,4 +1,4 @@
-"""Where tokens live over the context axis: DualChunkSwap, of the whole buffer, of each document or of a few.
+"""Where tokens live over the context axis: DualChunkSwap, of the whole buffer or of a few documents.
 
 What is laid out is cut into 2 * ranks equal context chunks; rank r holds chunk r and chunk 2 * ranks - 1 - r:
 
@@ -6,9 +6,7 @@ What is laid out is cut into 2 * ranks equal context chunks; rank r holds chunk 
     rank    0  1  2  3  3  2  1  0
 
 Under causal attention an early chunk is cheap and a late one dear, so each rank gets one of both. The default
-is the whole-buffer layout, which asks nothing of document lengths. The per-document layout is what
-Transformer Engine's THD ring expects (its `thd_get_partitioned_indices`); it needs every length to be a
-multiple of 2 * ranks.
+is the whole-buffer layout, which asks nothing of document lengths.
 
 The layout "whole" keeps documents on one rank where they fit. It cuts only a few, and those by themselves:
 
@@ -32,7 +30,7 @@ from jaxtyping import Int, Int32
 
 from jaxthd.config import Config
 
-LayoutKind = Literal["buffer", "document", "whole"]
+LayoutKind = Literal["buffer", "whole"]
 Cuts = Int[np.ndarray, " K"]
 """Slots of a context chunk of each document that is cut, one after the other; 0 for none."""
 
@@ -91,7 +89,8 @@ class DualChunkSwap:
     def tokens_of_rank(
         self, cu_seqlens: Int[np.ndarray, " documents_plus_1"], rank: int
     ) -> Int32[np.ndarray, " tokens_of_rank"]:
-        """The tokens that a rank holds if each document is cut by itself, document by document.
+        """The tokens that a rank holds if each document is cut by itself, document by document. This is the
+        order of Transformer Engine's THD ring (its `thd_get_partitioned_indices`).
 
         cu_seqlens: offsets of the documents in the buffer, from 0, padding included.
         Returns int32 [cu_seqlens[-1] / ranks]. cu_seqlens [0, 8, 12], ranks 2: rank 0 holds
@@ -123,11 +122,9 @@ class DualChunkSwap:
 class ContextLayout:
     """How a row of a batch is laid out over the context axis.
 
-    kind: "buffer" cuts the whole buffer, "document" each document; then the padding behind the last document
-        is cut like one more document. "whole" cuts the documents that the row's `cuts` names. ranks: of the
+    kind: "buffer" cuts the whole buffer, "whole" the documents that the row's `cuts` names. ranks: of the
         context axis; 1 cuts nothing.
-    round_to: each document's slots in the row are rounded up to a multiple of this, under every kind. For
-        "document" on several ranks it must be a multiple of 2 * ranks.
+    round_to: each document's slots in the row are rounded up to a multiple of this, under both kinds.
     """
 
     kind: LayoutKind = "buffer"
@@ -141,11 +138,6 @@ class ContextLayout:
     @property
     def swap(self) -> DualChunkSwap:
         return DualChunkSwap(self.ranks)
-
-    @property
-    def cuts_documents(self) -> bool:
-        """Each document is cut over the ranks."""
-        return self.kind == "document" and self.ranks > 1
 
     def slots(self, length: Any) -> Any:
         """The token slots that a document takes, or documents: an int, or an array of ints."""
@@ -163,16 +155,12 @@ class ContextLayout:
 
         segment_ids: the row's, in any order. cuts: the row's (Batch.cuts), for the layout "whole"; None: no
         document is cut.
-        Raises ValueError when the buffer, or a document, cannot be cut into 2 * ranks equal chunks, and when
-        cuts take more than a rank's slots.
+        Raises ValueError when the buffer cannot be cut into 2 * ranks equal chunks, and when cuts take more
+        than a rank's slots.
         """
         if self.keeps_documents:
             return self._permutation_of_whole(len(segment_ids), np.zeros(0, int) if cuts is None else cuts)
-        if not self.cuts_documents:
-            return self.swap.permutation(len(segment_ids))
-        ends = np.cumsum(self.slots(np.bincount(segment_ids)[1:]))
-        cu_seqlens = np.concatenate([[0], ends, [len(segment_ids)]]).astype(int)
-        return np.concatenate([self.swap.tokens_of_rank(cu_seqlens, rank) for rank in range(self.ranks)])
+        return self.swap.permutation(len(segment_ids))
 
     def _permutation_of_whole(self, length: int, cuts: Cuts) -> Int32[np.ndarray, " T"]:
         share, taken = length // self.ranks, 2 * int(cuts.sum())
@@ -224,7 +212,7 @@ def inverse_permutation(perm: Int[np.ndarray, " length"]) -> Int32[np.ndarray, "
 
 
 def padded_lengths(lengths: Sequence[int], context: int, tensor: int) -> list[int]:
-    """Lengths after padding for the per-document layout and for a sequence split over `tensor` ranks.
+    """Lengths after padding for documents that are cut by themselves and split over `tensor` ranks.
 
     Each document is rounded up to a multiple of 2 * context (context 1: left as it is), then the last one
     grows until the total divides by `tensor`, staying a multiple of 2 * context. [11, 5]: context 2 gives

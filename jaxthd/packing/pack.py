@@ -115,9 +115,8 @@ def pack_row(
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
     order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
         given order.
-    layout: what is divided over the context axis (packing/layout.py). "document" needs a round_to that is a
-        multiple of 2 * context, and keeps the given order, which changes no rank's work there. "whole"
-        decides the order by the placement of the documents, and needs `shares`.
+    layout: what is divided over the context axis (packing/layout.py). "whole" decides the order by the
+        placement of the documents, and needs `shares`.
     shares: of the context ranks, for the layout "whole" on several. placement: of the documents on them; None
         finds one.
     depths: depths of multi-token prediction, K. extras: names of the Document.extras that the Batch gets;

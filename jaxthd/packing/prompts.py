@@ -116,13 +116,6 @@ class Prompts:
             x = jax.lax.psum(x, segments.axis)
         return x if self.places is None else self._of_places(x)
 
-    def share_heads(self, x_Dh: Array, segments: Segments) -> Array:
-        """Takes [R * D, h, ...], a context rank's heads of all prompts; returns this rank's [n, H, ...]."""
-        assert segments.axis is not None
-        if self.places is None:
-            return jax.lax.all_to_all(x_Dh, segments.axis, split_axis=0, concat_axis=1, tiled=True)
-        return self._of_places(jax.lax.all_gather(x_Dh, segments.axis, axis=1, tiled=True))
-
     def _of_places(self, x: Array) -> Array:
         assert self.places is not None
         is_some = (self.places >= 0).reshape(-1, *[1] * (x.ndim - 1))

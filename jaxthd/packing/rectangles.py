@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
@@ -16,8 +17,8 @@ from jaxthd.packing.layout import DualChunkSwap
 
 
 class DocumentCut(NamedTuple):
-    """Under the per-document layout, for each token: the slot at which its document begins, on every rank;
-    and the length of the document's chunks.
+    """For each token of a document that is cut by itself: the slot at which the document begins, on every
+    rank; and the length of the document's chunks.
     """
 
     start: Int32[Array, "R T"]
@@ -35,6 +36,12 @@ class Rectangle(NamedTuple):
     q_end: Int32[Array, "R _"]
     k_start: Int32[Array, "R _"]
     k_end: Int32[Array, "R _"]
+
+
+def ring_sources(rank: Array | int, ranks: int) -> Array | np.ndarray:
+    """The ranks whose keys `rank` meets in the steps of a ring after the local one: those below it, from the
+    nearest one on. int32 [ranks - 1]."""
+    return (rank - np.arange(1, ranks, dtype=np.int32)) % ranks
 
 
 def _causal_pairs(rank: Array | int, source: Array | int, chunk: Array | int) -> tuple[Array, Array]:
@@ -76,7 +83,7 @@ def buffer_rectangle(
 
 
 def document_rectangle(cut: DocumentCut, rank: Array | int, source: Array | int, stop_RT: Array) -> Rectangle:
-    """The rectangles under the per-document layout: one for each token's document, which meets only itself.
+    """The rectangles of documents that are cut by themselves: one for each token's, which meets only itself.
 
     All ranks hold a document from the same slot on. stop_RT: from _local_runs.
     """
@@ -86,7 +93,7 @@ def document_rectangle(cut: DocumentCut, rank: Array | int, source: Array | int,
 
 def intervals_of_steps(
     rectangle_of: Callable[[Array], Rectangle],
-    sources: Int32[Array, " steps"],
+    sources: Int32[Array | np.ndarray, " steps"],
     is_real_RT: Bool[Array, "R T"],
     block: int,
 ) -> KeyIntervals:

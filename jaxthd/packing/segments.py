@@ -3,16 +3,15 @@
 Derived once a step from segment ids and positions; attention, convolution and scan only read it.
 
 Words. A row's *index* counts its tokens in document order. A *slot* counts them as the context layout has
-them: here the slots of a row on this rank, in InOrder those of all ranks, rank-major.
+them: the slots of a row on this rank.
 
-Legend: R rows on this rank, T tokens of a row on it, N = R * T, S tokens of a row on all ranks, C context
-ranks.
+Legend: R rows on this rank, T tokens of a row on it, N = R * T, C context ranks.
 """
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,26 +23,8 @@ from jaxthd.packing.cuts import CutDocuments, keeping_documents
 from jaxthd.packing.intervals import KeyIntervals, intervals_of_rows
 from jaxthd.packing.layout import DualChunkSwap, LayoutKind
 from jaxthd.packing.prefixes import Prefixes, make_prefixes
-from jaxthd.packing.rectangles import (
-    DocumentCut,
-    buffer_rectangle,
-    document_rectangle,
-    intervals_of_steps,
-)
-from jaxthd.packing.ring_order import RingOrder
+from jaxthd.packing.rectangles import buffer_rectangle, intervals_of_steps, ring_sources
 from jaxthd.packing.windows import Windowed, make_windowed
-
-
-class InOrder(NamedTuple):
-    """The per-document layout undone: how rank-major rows of all ranks and rows in document order correspond.
-
-    slots: for each index of a row, the rank-major slot that holds its token; S where that is padding.
-    indices: for each rank-major slot, its token's index in the row; S in padding. segments: of whole rows.
-    """
-
-    slots: Int32[Array, "R S"]
-    indices: Int32[Array, "R S"]
-    segments: "Segments"
 
 
 @dataclass(frozen=True)
@@ -55,10 +36,9 @@ class Segments:
         tokens back; that is all that convolution and scan need.
     remaining: tokens of the document after this one, on this rank.
     local: the keys on this rank that each token's attention sees (causal).
-    remote: the same for the keys of the other context ranks: arrays with a first dim of C - 1 ring steps, in
-        their order (ring_order). None on one rank.
+    remote: the same for the keys of the other context ranks: arrays with a first dim of C - 1 ring steps
+        (ring_sources). None on one rank.
     whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
-    in_order: None but under the per-document layout on several ranks.
     cut: None but under the layout "whole" on several ranks; there attention, convolution and scan read it in
         place of what else is here, which is about documents that stay on this rank.
     prefixes: which documents continue others; None where all stand alone.
@@ -66,8 +46,7 @@ class Segments:
     layout: how rows are laid out over that axis.
     documents: the most documents in a row; None where that is not known. Fused attention needs it.
     uniform_program: all ranks of the mesh run this program at the same time. Where they do not, in pipeline
-        stages that differ, no collective may name ranks of other stages. ppermute names all ranks, so it is
-        not used.
+        stages, no collective may name ranks of other stages. ppermute names all ranks, so it is not used.
     windowed: the keys that attention in a window sees; None for a model without such layers.
     """
 
@@ -77,7 +56,6 @@ class Segments:
     local: KeyIntervals
     remote: KeyIntervals | None
     whole: KeyIntervals
-    in_order: InOrder | None
     prefixes: Prefixes | None
     cut: CutDocuments | None
     rows: int
@@ -127,11 +105,6 @@ class Segments:
         return len(self.ids) // self.rows
 
     @property
-    def ring_order(self) -> RingOrder:
-        """In which order the keys of the context ranks come."""
-        return RingOrder.of(self.context, uniform_program=self.uniform_program)
-
-    @property
     def swap(self) -> DualChunkSwap:
         """Which context rank holds which chunks."""
         return DualChunkSwap(self.context)
@@ -142,7 +115,7 @@ class Segments:
 
         Only under the whole-buffer layout: elsewhere every document that is cut has two of its own.
         """
-        if self.in_order is not None or self.cut is not None:
+        if self.cut is not None:
             raise ValueError(
                 'a layer asks for the context chunks of a row, and the layout is not "buffer"; expected one '
                 "that is made for it: set compute.context_layout to buffer"
@@ -159,11 +132,7 @@ class Segments:
         """
         tokens = self.row_length
         local_RD, here_RD = index_RD, index_RD >= 0
-        if self.in_order is not None:
-            slot_RD = jnp.take_along_axis(self.in_order.slots, jnp.maximum(index_RD, 0), axis=1)
-            here_RD = slot_RD // tokens == jax.lax.axis_index(self.axis)
-            local_RD = slot_RD % tokens
-        elif self.cut is not None:
+        if self.cut is not None:
             rank_RD, local_RD = self.cut.slots.slot(self.swap, jnp.maximum(index_RD, 0), tokens)
             here_RD = rank_RD == jax.lax.axis_index(self.axis)
         elif self.axis is not None and self.context > 1:
@@ -236,19 +205,15 @@ def make_segments(
     _require(prefixes_RT is None or documents is not None, is_divided=ranks == 1 or not tokens % 2)
     slot_T = jnp.arange(tokens, dtype=jnp.int32)
     first_RT, stop_RT = _local_runs(ids_RT)
-    sources = RingOrder.of(ranks, uniform_program=uniform_program).sources(rank)
-    in_order, remote = None, None
-    if ranks > 1 and layout == "document":
-        cut, in_order = _document_cuts(ids_RT, positions_RT, prefixes_RT, axis, block, documents)
-        rectangle = partial(document_rectangle, cut, rank, stop_RT=stop_RT)
-        remote = intervals_of_steps(rectangle, sources, ids_RT > 0, block)
-    elif ranks > 1:
+    sources = ring_sources(rank, ranks)
+    remote = None
+    if ranks > 1:
         swap = DualChunkSwap(ranks)
         begin_RT = _row_index(swap, rank, tokens // 2) - positions_RT
         rectangle = partial(buffer_rectangle, swap, rank, begin_RT=begin_RT, stop_RT=stop_RT)
         remote = intervals_of_steps(rectangle, sources, ids_RT > 0, block)
     intervals = partial(intervals_of_rows, is_real_RT=ids_RT > 0, block=block)
-    index_of = partial(_indices, ids_RT.shape, in_order, ranks)
+    index_of = partial(_indices, ids_RT.shape, ranks)
     prefixes = None
     if prefixes_RT is not None and documents is not None:
         given = ids_RT, positions_RT, prefixes_RT, index_of(rank)
@@ -263,7 +228,6 @@ def make_segments(
         local=local,
         remote=remote,
         whole=intervals(first_RT, stop_RT),
-        in_order=in_order,
         prefixes=prefixes,
         cut=None,
         rows=rows,
@@ -320,14 +284,9 @@ def _local_runs(ids_RT: Array) -> tuple[Array, Array]:
     return first_RT, stop_RT
 
 
-def _indices(
-    shape: tuple[int, ...], in_order: InOrder | None, ranks: int, rank: Array | int
-) -> Int32[Array, "R T"]:
+def _indices(shape: tuple[int, ...], ranks: int, rank: Array | int) -> Int32[Array, "R T"]:
     """The index in the row of each of this rank's tokens. shape: (R, T)."""
-    tokens = shape[1]
-    if in_order is not None:
-        return jax.lax.dynamic_slice_in_dim(in_order.indices, rank * tokens, tokens, axis=1)
-    swap = DualChunkSwap(ranks)
+    tokens, swap = shape[1], DualChunkSwap(ranks)
     index_T = _row_index(swap, rank, tokens // 2) if ranks > 1 else jnp.arange(tokens, dtype=jnp.int32)
     return jnp.broadcast_to(index_T, shape)
 
@@ -337,43 +296,6 @@ def _row_index(swap: DualChunkSwap, rank: Array | int, chunk: int) -> Array:
     slot_T = jnp.arange(2 * chunk, dtype=jnp.int32)
     first, second = swap.chunks(rank)
     return jnp.where(slot_T < chunk, first * chunk + slot_T, second * chunk + slot_T - chunk)
-
-
-def _document_cuts(
-    ids_RT: Array,
-    positions_RT: Array,
-    prefixes_RT: Array | None,
-    axis: str | None,
-    block: int,
-    documents: int | None,
-) -> tuple[DocumentCut, InOrder]:
-    """A document begins where rank 0 has its first token. Rank 1's first token of it begins the second chunk,
-    so its position is the chunk's length. If rank 1 has none, the first chunk holds the whole document, no
-    rank but the first has queries, and any length will do.
-    """
-    rows, tokens = ids_RT.shape
-    ids_rRT, positions_rRT = (jax.lax.all_gather(x, axis, axis=0) for x in (ids_RT, positions_RT))
-    slot_T = jnp.arange(tokens, dtype=jnp.int32)
-    starts_RT = jnp.where((ids_rRT[0] > 0) & (positions_rRT[0] == 0), slot_T, 0)
-    start_RT = jax.lax.cummax(starts_RT, axis=1)
-    chunk_RT = jnp.take_along_axis(jnp.where(ids_rRT[1] > 0, positions_rRT[1], tokens), start_RT, axis=1)
-
-    def whole_rows(x_rRT: Array) -> Array:
-        return x_rRT.swapaxes(0, 1).reshape(rows, -1)
-
-    size = len(ids_rRT) * tokens
-    indices_RS = whole_rows(jnp.where(ids_rRT > 0, len(ids_rRT) * start_RT + positions_rRT, size))
-    slots_RS = jnp.full((rows, size), size, jnp.int32)
-    slots_RS = slots_RS.at[jnp.arange(rows)[:, None], indices_RS].set(
-        jnp.arange(size, dtype=jnp.int32), mode="drop"
-    )
-    ids_RS, positions_RS = (gather_in_rows(whole_rows(x), slots_RS) for x in (ids_rRT, positions_rRT))
-    prefixes_RS = None
-    if prefixes_RT is not None:
-        prefixes_rRT = jax.lax.all_gather(prefixes_RT, axis, axis=0)
-        prefixes_RS = gather_in_rows(whole_rows(prefixes_rRT), slots_RS)
-    segments = make_segments(ids_RS, positions_RS, prefixes_RS, block=block, axis=None, documents=documents)
-    return DocumentCut(start_RT, chunk_RT), InOrder(slots_RS, indices_RS, segments)
 
 
 def gather_in_rows(x_RS: Array, index_RS: Array) -> Array:

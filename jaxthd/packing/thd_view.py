@@ -40,7 +40,8 @@ def thd_view(
 
     The ids may be laid out over the context axis: lengths and offsets are those of the whole buffer, which is
     what Transformer Engine wants on every context rank.
-    round_to: as the batch was packed with: 2 * context where each document is divided over the context ranks.
+    round_to: as the batch was packed with: 2 * context where a kernel divides each document over the context
+        ranks.
     total_multiple: the last document's padded length grows, into the padding at the end of the buffer, until
         the padded lengths sum to a multiple of this: 2 * context * tensor, where a kernel divides the buffer.
     Lengths [11, 5] give cu_seqlens [0, 11, 16]; padded [0, 12, 20] with round_to 4, [0, 11, 18] with

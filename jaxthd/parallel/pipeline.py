@@ -85,7 +85,7 @@ def score(
         at = at.on(run.rank)
         x, *_ = run.enter_if(at.enter, state)
         x = jnp.where(run.is_first(at.forward.chunk), x, carry.arrived)
-        y, _ = run.stage_if(at.forward_busy, at.forward, x)
+        y, _ = run.stage_if(at.forward, x)
         out = run.leave_if(at.leave, jnp.where(run.is_last(at.forward.chunk), y, 0), out_like)
         where = jnp.where(at.leave >= 0, at.leave, schedule.microbatches)
         outs = jax.tree.map(lambda all_, o: all_.at[where].set(o, mode="drop"), carry.out, out)

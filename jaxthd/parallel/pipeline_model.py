@@ -34,9 +34,6 @@ class PipelinedModel(NamedTuple):
     prepare: (pattern, params, chunk, batch) -> PreparedStage. run: (pattern, prepared, x) -> (x, extra).
     stages: how the layers are divided into stages.
     constants: arrays that `enter` uses beside its arguments, the same in every tick.
-    uniform_program: whether all ranks run one stage program, at the same time.
-    keeps_input: whether a stage keeps only its input for its backward pass (parallel/stage_passes.py).
-    keeps_enter: whether what the gradient of `enter` needs is kept; else it runs `enter` again.
     """
 
     enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]
@@ -45,9 +42,6 @@ class PipelinedModel(NamedTuple):
     leave: Callable[[Tree, Array, Tree, Tree], tuple[Array, Tree]]
     stages: Stages
     constants: Tree
-    uniform_program: bool
-    keeps_input: bool
-    keeps_enter: bool
 
     def stage(
         self, pattern: str, params: Tree, chunk: Array | int, x: Array, batch: Tree

@@ -4,9 +4,7 @@ A tick has five parts, in this order, each of which runs only where the schedule
 forward pass; leave and its gradient; a stage's backward pass; the gradient of enter. What backward passes
 need of forward passes is kept in slots (parallel/stage_passes.py says what that is).
 
-All ranks compute enter and leave together, so all take the same branch there. If all stages run one program,
-the same holds for stages, and their collectives may name any rank. If stages differ, an idle rank skips its
-stage.
+All ranks compute enter and leave together, so all take the same branch there. An idle rank skips its stage.
 """
 
 from collections.abc import Callable
@@ -21,14 +19,7 @@ from jax import Array
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
 from jaxthd.parallel.schedule import Schedule
-from jaxthd.parallel.stage_passes import (
-    EnteringAgain,
-    EnteringOnce,
-    EnterPasses,
-    KeepingInput,
-    KeepingLeaves,
-    StagePasses,
-)
+from jaxthd.parallel.stage_passes import EnterPasses, StagePasses
 
 
 class Pass(NamedTuple):
@@ -43,7 +34,7 @@ class Pass(NamedTuple):
 
 
 class Tick(NamedTuple):
-    """One tick of the schedule. forward_busy, backward_busy: 1 where any rank works.
+    """One tick of the schedule.
 
     enter, leave, back: the microbatch that enters the first stage, leaves the last stage, or finishes its
         backward pass through the first stage; -1 for none.
@@ -51,8 +42,6 @@ class Tick(NamedTuple):
 
     forward: Pass
     backward: Pass
-    forward_busy: Array
-    backward_busy: Array
     enter: Array
     leave: Array
     back: Array
@@ -68,8 +57,6 @@ class Tick(NamedTuple):
         return cls(
             forward=Pass(*map(table, forward)),
             backward=Pass(*map(table, backward)),
-            forward_busy=table(forward.busy),
-            backward_busy=table(backward.busy),
             enter=table(schedule.enter),
             leave=table(schedule.leave),
             back=table(schedule.back),
@@ -166,15 +153,11 @@ class RankTick:
 
     @cached_property
     def _passes(self) -> StagePasses:
-        keeping = KeepingInput if self._model.keeps_input else KeepingLeaves
-        return keeping(self._model, self._params.stage, self.x_like, self.batch(0), self._extra_share)
+        return StagePasses(self._model, self._params.stage, self.x_like, self.batch(0), self._extra_share)
 
     @cached_property
     def _entering(self) -> EnterPasses:
-        params = self._params.enter
-        if self._model.keeps_enter and jax.tree.leaves(params):
-            return EnteringOnce(self._model, params, self._state, self.batch(0))
-        return EnteringAgain(self._model, params)
+        return EnterPasses(self._model, self._params.enter, self._state, self.batch(0))
 
     def batch(self, micro: Array | int) -> Tree:
         return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)
@@ -220,7 +203,7 @@ class RankTick:
         entered = self._put(carry.entered, at.enter, entered)
         micro, chunk, slot = at.forward
         x = jnp.where(self.is_first(chunk), x, carry.arrived)
-        y, extra, kept = self._stage_if(at.forward_busy, at.forward, x)
+        y, extra, kept = self._stage_if(at.forward, x)
         slot = jnp.where(micro >= 0, slot, self._schedule.slots)
         kept = jax.tree.map(lambda all_, k: all_.at[slot].set(k, mode="drop"), carry.kept, kept)
         share = carry.share + jnp.where(micro >= 0, self._extra_share(extra), 0)
@@ -245,7 +228,7 @@ class RankTick:
         """
         dy = jnp.where(self.is_last(at.backward.chunk), dy, carry.returned)
         kept = jax.tree.map(lambda all_: all_[jnp.maximum(at.backward.slot, 0)], carry.kept)
-        return self._stage_gradient_if(at.backward_busy, at.backward, kept, dy)
+        return self._stage_gradient_if(at.backward, kept, dy)
 
     def enter_gradient(self, carry: Carry, at: Tick, dx: Array) -> Tree:
         """The gradient of enter's parameters. dx: the gradient of the input of this rank's stage."""
@@ -292,16 +275,12 @@ class RankTick:
         entered, dbypass = self._taken(carry.entered, micro), self._taken(carry.bypass, micro)
 
         def run() -> Tree:
-            return self._entering.gradient(entered, carry.state, dx, dbypass, self.batch(micro))
+            return self._entering.gradient(entered, dx, dbypass, self.batch(micro))
 
         return jax.lax.cond(micro >= 0, run, lambda: jax.tree.map(jnp.zeros_like, self._params.enter))
 
-    def _if_busy(self, busy: Array, micro: Array, run: Callable[[], Tree], idle: Callable[[], Tree]) -> Tree:
-        """In a uniform program all ranks run, or none; the result of an idle rank is not used."""
-        return jax.lax.cond(busy > 0 if self._model.uniform_program else micro >= 0, run, idle)
-
     @jax.named_scope("stage")
-    def stage_if(self, busy: Array, forward: Pass, x: Array) -> tuple[Array, Tree]:
+    def stage_if(self, forward: Pass, x: Array) -> tuple[Array, Tree]:
         micro, chunk = forward.microbatch, jnp.maximum(forward.chunk, 0)
 
         def run() -> tuple[Array, Tree]:
@@ -311,10 +290,10 @@ class RankTick:
             return self._model.stages.switch(stage, chunk)
 
         idle = zeros((self.x_like, self.extra_like))
-        return self._if_busy(busy, micro, run, lambda: idle)
+        return jax.lax.cond(micro >= 0, run, lambda: idle)
 
     @jax.named_scope("stage")
-    def _stage_if(self, busy: Array, forward: Pass, x: Array) -> tuple[Array, Tree, Tree]:
+    def _stage_if(self, forward: Pass, x: Array) -> tuple[Array, Tree, Tree]:
         """As stage_if, and what is kept for the backward pass."""
         micro, chunk = forward.microbatch, jnp.maximum(forward.chunk, 0)
 
@@ -322,22 +301,21 @@ class RankTick:
             return self._passes.forward(chunk, x, self.batch(micro))
 
         idle = zeros((self.x_like, self.extra_like, self._passes.like))
-        found: tuple[Array, Tree, Tree] = self._if_busy(busy, micro, run, lambda: idle)
+        found: tuple[Array, Tree, Tree] = jax.lax.cond(micro >= 0, run, lambda: idle)
         return found
 
     @jax.named_scope("stage_gradient")
-    def _stage_gradient_if(self, busy: Array, backward: Pass, kept: Tree, dy: Array) -> tuple[Tree, Array]:
+    def _stage_gradient_if(self, backward: Pass, kept: Tree, dy: Array) -> tuple[Tree, Array]:
         """The gradients of the parameters and of the input; 0 where the rank idles."""
         micro, chunk = backward.microbatch, jnp.maximum(backward.chunk, 0)
 
         def run() -> tuple[Tree, Array]:
-            found = self._passes.backward(chunk, kept, dy, self.batch(micro))
-            return jax.tree.map(lambda g: jnp.where(micro >= 0, g, 0), found)
+            return self._passes.backward(chunk, kept, dy, self.batch(micro))
 
         def idle() -> tuple[Tree, Array]:
             return jax.tree.map(jnp.zeros_like, self._params.stage), jnp.zeros_like(dy)
 
-        return self._if_busy(busy, micro, run, idle)
+        return jax.lax.cond(micro >= 0, run, idle)
 
     def leave_if(self, micro: Array, y: Array, out_like: Tree) -> Tree:
         idle = zeros(out_like)

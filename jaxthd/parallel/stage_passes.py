@@ -13,7 +13,7 @@ longest of all stages needs.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ ExtraShare = Callable[[Tree], Array]
 """Takes a stage's second result; returns what it adds to this rank's share of the objective."""
 
 
-class Pull:
+class VJP:
     """The backward pass of one function, from the leaves that were kept and those that are at hand again."""
 
     def __init__(self, pull: Any, at_hand: Tree) -> None:
@@ -48,61 +48,23 @@ class Pull:
         found: Callable[[Tree], Any] = jax.tree.unflatten(self._tree, leaves)
         return found
 
-    def forget(self) -> "Pull":
+    def forget(self) -> "VJP":
         """Without the arrays, which belong to the trace that made them."""
         self.kept = []
         return self
 
 
-@runtime_checkable
-class StagePasses(Protocol):
-    """forward: (chunk, x, batch) -> the stage's results, and what is kept of it.
-    backward: (chunk, kept, dy, batch) -> the gradients of the stage's parameters and of its input.
-    Each runs the stage of this rank that `chunk` names. like: shapes and dtypes of what is kept.
+class StagePasses:
+    """The forward and the backward pass of this rank's stages, each by its `chunk`.
+
+    like: shapes and dtypes of what is kept of a forward pass for the backward pass.
     """
-
-    like: Tree
-
-    def forward(self, chunk: Array, x: Array, batch: Tree) -> tuple[Array, Tree, Tree]: ...
-
-    def backward(self, chunk: Array, kept: Tree, dy: Array, batch: Tree) -> tuple[Tree, Array]: ...
-
-
-class KeepingInput:
-    """Keeps a stage's input: the backward pass runs the forward pass again."""
-
-    def __init__(
-        self, model: PipelinedModel, params: Tree, x_like: Tree, batch: Tree, extra_share: ExtraShare
-    ) -> None:
-        self._model, self._params, self._extra_share, self.like = model, params, extra_share, x_like
-
-    def forward(self, chunk: Array, x: Array, batch: Tree) -> tuple[Array, Tree, Tree]:
-        def run(pattern: str) -> tuple[Array, Tree]:
-            return self._model.stage(pattern, self._params, chunk, x, batch)
-
-        return *self._model.stages.switch(run, chunk), x
-
-    def backward(self, chunk: Array, kept: Tree, dy: Array, batch: Tree) -> tuple[Tree, Array]:
-        def gradient(pattern: str) -> tuple[Tree, Array]:
-            def stage(params: Tree, x: Array) -> tuple[Array, Array]:
-                y, extra = self._model.stage(pattern, params, chunk, x, batch)
-                return y, jnp.asarray(self._extra_share(extra), y.dtype)
-
-            (_, share), pull = jax.vjp(stage, self._params, kept)
-            return pull((dy, jnp.ones_like(share)))
-
-        found: tuple[Tree, Array] = self._model.stages.switch(gradient, chunk)
-        return found
-
-
-class KeepingLeaves:
-    """Keeps what the backward pass needs: it begins where the forward pass ended."""
 
     def __init__(
         self, model: PipelinedModel, params: Tree, x_like: Tree, batch: Tree, extra_share: ExtraShare
     ) -> None:
         self._model, self._params, self._extra_share = model, params, extra_share
-        self._pulls: dict[str, Pull] = {}
+        self._vjps: dict[str, VJP] = {}
         kinds = sorted(set(model.stages.patterns))
 
         def kept_of(pattern: str) -> list[Array]:
@@ -110,21 +72,25 @@ class KeepingLeaves:
             return self._forward(pattern, jnp.zeros((), jnp.int32), x, batch)[2]
 
         likes = {pattern: jax.eval_shape(lambda p=pattern: kept_of(p)) for pattern in kinds}
-        self._shelf = Shelf(likes)
-        self.like = self._shelf.like
+        self._buffer = ResidualBuffer(likes)
+        self.like = self._buffer.like
 
     def forward(self, chunk: Array, x: Array, batch: Tree) -> tuple[Array, Tree, Tree]:
+        """The stage's results, and what is kept."""
+
         def run(pattern: str) -> tuple[Array, Tree, Tree]:
             y, extra, kept = self._forward(pattern, chunk, x, batch)
-            return y, extra, self._shelf.put(kept)
+            return y, extra, self._buffer.put(kept)
 
         found: tuple[Array, Tree, Tree] = self._model.stages.switch(run, chunk)
         return found
 
     def backward(self, chunk: Array, kept: Tree, dy: Array, batch: Tree) -> tuple[Tree, Array]:
+        """The gradients of the stage's parameters and of its input."""
+
         def gradient(pattern: str) -> tuple[Tree, Array]:
             prepared, pull_params = self._prepared(pattern, chunk, batch)
-            pull = self._pulls[pattern].of(self._shelf.take(pattern, kept), prepared)
+            pull = self._vjps[pattern].of(self._buffer.take(pattern, kept), prepared)
             dtrained, dx = pull((dy, jnp.ones((), dy.dtype)))
             return pull_params(dtrained)[0], dx
 
@@ -148,13 +114,13 @@ class KeepingLeaves:
             return (y, jnp.asarray(self._extra_share(extra), y.dtype)), extra
 
         (y, _), pull, extra = jax.vjp(stage, prepared.trained, x, has_aux=True)
-        found = Pull(pull, prepared)
+        found = VJP(pull, prepared)
         kept = found.kept
-        self._pulls[pattern] = found.forget()
+        self._vjps[pattern] = found.forget()
         return y, extra, kept
 
 
-class Shelf:
+class ResidualBuffer:
     """One form for what different stages keep. likes: shapes and dtypes of what each kind of stage keeps."""
 
     def __init__(self, likes: dict[str, list[jax.ShapeDtypeStruct]]) -> None:
@@ -192,58 +158,31 @@ class Shelf:
         return leaves
 
 
-@runtime_checkable
-class EnterPasses(Protocol):
-    """forward: (state, batch) -> the results of `enter`, and what is kept of it.
-    gradient: (kept, state, dx, dbypass, batch) -> the gradient of its parameters. like: as in StagePasses.
-    """
-
-    like: Tree
-
-    def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]: ...
-
-    def gradient(self, kept: Tree, state: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree: ...
-
-
-class EnteringAgain:
-    """Keeps nothing of `enter`: its gradient runs it again."""
-
-    def __init__(self, model: PipelinedModel, params: Tree) -> None:
-        self._model, self._params = model, params
-        self.like: Tree = []
-
-    def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]:
-        return *self._model.enter(self._params, state, batch), []
-
-    def gradient(self, kept: Tree, state: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree:
-        def enter(params: Tree) -> tuple[Array, Tree]:
-            return self._model.enter(params, state, batch)[:2]
-
-        return jax.vjp(enter, self._params)[1]((dx, dbypass))[0]
-
-
-class EnteringOnce:
-    """Keeps what the gradient of `enter` needs."""
+class EnterPasses:
+    """`enter` and its gradient. like: as in StagePasses."""
 
     def __init__(self, model: PipelinedModel, params: Tree, state: Tree, batch: Tree) -> None:
         self._model, self._params = model, params
-        self._pull: Pull | None = None
+        self._vjp: VJP | None = None
         self.like: Tree = jax.eval_shape(self.forward, state, batch)[3]
 
     def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]:
+        """The results of `enter`, and what is kept."""
+
         def enter(params: Tree) -> tuple[tuple[Array, Tree], Tree]:
             x, bypass, after = self._model.enter(params, state, batch)
             return (x, bypass), after
 
         (x, bypass), pull, after = jax.vjp(enter, self._params, has_aux=True)
-        found = Pull(pull, self._at_hand(batch))
+        found = VJP(pull, self._at_hand(batch))
         kept = found.kept
-        self._pull = found.forget()
+        self._vjp = found.forget()
         return x, bypass, after, kept
 
-    def gradient(self, kept: Tree, state: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree:
-        assert self._pull is not None
-        return self._pull.of(kept, self._at_hand(batch))((dx, dbypass))[0]
+    def gradient(self, kept: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree:
+        """The gradient of its parameters."""
+        assert self._vjp is not None
+        return self._vjp.of(kept, self._at_hand(batch))((dx, dbypass))[0]
 
     def _at_hand(self, batch: Tree) -> Tree:
         return self._params, self._model.constants, batch

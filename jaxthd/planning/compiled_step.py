@@ -146,8 +146,6 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
     """
     blueprint = Blueprint(config)
     schedule, of_stage = blueprint.schedule, blueprint.schedule.microbatches * blueprint.schedule.chunks
-    if len(blueprint.stages.patterns) > 1 and blueprint.uniform_program:  # idle ranks compute along
-        of_stage = int(schedule.forward.busy.sum())
     runs = dict.fromkeys(("stage", "stage_gradient"), of_stage)
     runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
 

@@ -19,7 +19,7 @@ from jaxthd.files.run_folder import holds_a_run
 from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.parallel.processes import exchange, is_first
-from jaxthd.planning.layouts import LAYOUT_COSTS, LayoutCost, compare_layouts
+from jaxthd.planning.layouts import LAYOUT_COSTS, LAYOUTS, LayoutCost, compare_layouts
 from jaxthd.planning.lengths import Lengths, draw, measure, read_examples
 from jaxthd.planning.search import slot_work
 from jaxthd.steps.forward import objective_of
@@ -61,7 +61,7 @@ def _of_run(config: Config, workdir: Path) -> LayoutKind | None:
     try:
         stored: dict[str, Any] = json.loads((workdir / FILE).read_text())
         layout: LayoutKind = stored["layout"]
-        same = tuple(stored["mesh"]) == tuple(config.mesh.sizes)
+        same = tuple(stored["mesh"]) == tuple(config.mesh.sizes) and layout in LAYOUTS
     except (OSError, ValueError, KeyError, TypeError):
         return None
     if same:

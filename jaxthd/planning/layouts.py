@@ -1,9 +1,8 @@
 """The costs of the context layouts for a data set and a mesh, from the documents' lengths alone.
 
 The whole-buffer layout needs no padding and exchanges only the states of Mamba2 and of the gated delta rule,
-but long documents load the ranks unevenly. The per-document layout loads them evenly, but pads every document
-and exchanges these layers' activations. Attention exchanges the same keys and values under both. The layout
-"whole" exchanges only what cut documents need, and may leave some slots of a rank empty.
+and all of attention's keys and values. The layout "whole" exchanges only what cut documents need, and may
+leave some slots of a rank empty.
 """
 
 import math
@@ -92,8 +91,7 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
     the cheapest.
 
     stream: documents in an order of training. work: see jaxthd.planning.search.slot_work.
-    The per-document layout rounds documents up to a multiple of both 2 * context and data.round_to. The
-    capacity is rounded up to a size that the layout can divide.
+    The capacity is rounded up to a size that the layout can divide.
     """
     configs = [laid_out(config, layout) for layout in possible_layouts(config)]
     outcomes = (simulate(stream, each, work) for each in configs)
@@ -121,20 +119,12 @@ def _errors(config: Config) -> set[Finding]:
 
 def laid_out(config: Config, layout: LayoutKind) -> Config:
     """The config under this layout."""
-    unit, round_to = 2 * config.mesh.context, config.data.round_to
-    if layout == "document":
-        round_to = math.lcm(round_to, unit)
-    elif config.compute.layout == "document":
-        round_to = 1  # the configured value applies to the other layout
-    step = math.lcm(round_to, unit)
+    step = math.lcm(config.data.round_to, 2 * config.mesh.context)
     capacity = -(-config.data.capacity // step) * step
-    exchange = config.compute.context_exchange
-    if layout == "whole" and config.mesh.pipeline > 1 and config.mesh.context % 2:
-        exchange = "all_gather"  # stages have different documents to exchange, and odd ranks make no pairs
     return replace(
         config,
-        data=replace(config.data, round_to=round_to, capacity=capacity),
-        compute=replace(config.compute, context_layout=layout, context_exchange=exchange),
+        data=replace(config.data, capacity=capacity),
+        compute=replace(config.compute, context_layout=layout),
     )
 
 
@@ -198,6 +188,11 @@ def _mean_attention_bytes(stream: Lengths, outcome: Outcome) -> float:
     return found / len(outcome.buffers)
 
 
+def gathers_keys(config: Config) -> bool:
+    """Whether the decoder's attention gathers keys and values: among pipeline stages there is no ring."""
+    return config.compute.context_exchange == "all_gather" or config.mesh.pipeline > 1
+
+
 def attention_bytes(config: Config, slots: int) -> float:
     """Bytes that a rank receives in one layer of attention in a step, forward and backward, for all its rows.
 
@@ -209,11 +204,11 @@ def attention_bytes(config: Config, slots: int) -> float:
     if "L" in llm.letters:
         latent = llm.latent_attention
         numbers = llm.q_heads // mesh.tensor * (latent.qk_head_dim + latent.v_head_dim)
-        if config.compute.context_exchange == "all_gather" and config.compute.layout != "whole":
+        if gathers_keys(config) and config.compute.layout != "whole":
             numbers = latent.kept
     activation = jnp.dtype(config.compute.dtype).itemsize
     wide, others = max(activation, 4), mesh.context - 1
-    if config.compute.context_exchange == "all_gather":
+    if gathers_keys(config):
         return rows * slots * numbers * others * 2 * activation
     home = wide if others else 0
     return rows * slots * numbers * (others * (2 * activation + wide) + home)
@@ -231,11 +226,9 @@ def mamba_bytes(config: Config, cut: int | None = None) -> float:
     activation = jnp.dtype(config.compute.dtype).itemsize
     if config.compute.layout == "buffer":
         return rows * state_bytes(llm, mesh.context, activation)
-    if config.compute.layout == "whole":
-        most = config.compute.context_cuts
-        cut = most if cut is None else cut
-        return rows * whole_state_bytes(llm, mesh.context, activation, cut, most) if cut else 0.0
-    return exchange_bytes(llm, mesh.context, rows * config.data.capacity / mesh.context, activation)
+    most = config.compute.context_cuts
+    cut = most if cut is None else cut
+    return rows * whole_state_bytes(llm, mesh.context, activation, cut, most) if cut else 0.0
 
 
 def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
@@ -272,30 +265,14 @@ def delta_bytes(config: Config, cut: int | None = None) -> float:
     halo = (delta.conv - 1) * (inner + 2 * groups * delta.key_dim) * activation
     if config.compute.layout == "buffer":
         return rows * 2 * (_maps_received(context) * state + min(context - 1, 2) * halo)
-    if config.compute.layout == "whole":
-        most = config.compute.context_cuts
-        cut = most if cut is None else cut
-        return rows * 2 * 2 * (context - 1) * (cut * state + most * halo) if cut else 0.0
-    channels = inner + 2 * math.lcm(groups, context) * delta.key_dim
-    sent = (channels + inner) * activation + 2 * heads * wide
-    return 2 * sent * rows * config.data.capacity / context * (context - 1) / context
+    most = config.compute.context_cuts
+    cut = most if cut is None else cut
+    return rows * 2 * 2 * (context - 1) * (cut * state + most * halo) if cut else 0.0
 
 
 def _maps_received(context: int) -> int:
     """Maps of context chunks that a rank receives in a forward pass, for a row."""
     return 2 * (context - 1) if context <= GATHER_UP_TO else 2 * (math.ceil(math.log2(context)) + 2)
-
-
-def exchange_bytes(llm: LLMConfig, context: int, tokens: float, activation: int) -> float:
-    """Bytes under the per-document layout, with `tokens` on each rank.
-
-    x, B, C and dt are sent to the ranks of their heads, and y is sent back, except for the share that stays
-    on the rank. Groups whose heads are on several ranks are sent to each of them. dt is in float32.
-    """
-    inner = llm.mamba_heads * llm.mamba_head_dim
-    channels = inner + 2 * math.lcm(llm.mamba_groups, context) * llm.mamba_state
-    sent = (channels + inner) * activation + llm.mamba_heads * max(activation, 4)
-    return 2 * sent * tokens * (context - 1) / context
 
 
 def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
@@ -315,10 +292,7 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
         f"of attention, against {other.mamba_bytes:,.0f} and {other.attention_bytes:,.0f}",
     }
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
-    with_it = f" --data.round-to {best.config.data.round_to}" if best.layout == "document" else ""
-    if best.layout == "whole" and best.config.mesh.pipeline > 1 and best.config.mesh.context % 2:
-        with_it = " --compute.context-exchange all_gather"
     return (
-        f"{recommended}{with_it}; {other.layout} costs {other.total / best.total - 1:.1%} more, mainly for "
+        f"{recommended}; {other.layout} costs {other.total / best.total - 1:.1%} more, mainly for "
         f"{reasons[decides]}"
     )

@@ -137,7 +137,7 @@ def _outcome(
 def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
     """Attention work of the busiest context rank over the mean: (as packed, as the loader orders documents).
 
-    Under the per-document layout the loader does not order them. The results are means over BALANCED buffers.
+    The results are means over BALANCED buffers.
     """
     capacity, context = outcome.config.data.capacity, outcome.config.mesh.context
     layout, slots = ContextLayout.of(outcome.config), slots_of(stream, outcome.config)
@@ -156,11 +156,9 @@ def balance(stream: Lengths, outcome: Outcome) -> tuple[float, float]:
             ids[start:end], positions[start:end] = segment, np.arange(end - start)
             start += slots[document]
         perm = layout.permutation(ids)
-        given = ordered = imbalance(attention_work(positions[perm], ids[perm], context))
-        if layout.kind == "buffer":
-            lengths, taken = stream.tokens[buffer].tolist(), slots[buffer].tolist()
-            ordered = order_documents(lengths, capacity, context, 0, taken)[1]
-        found.append((given, ordered))
+        lengths, taken = stream.tokens[buffer].tolist(), slots[buffer].tolist()
+        given = imbalance(attention_work(positions[perm], ids[perm], context))
+        found.append((given, order_documents(lengths, capacity, context, 0, taken)[1]))
     before, after = np.mean(found, axis=0)
     return float(before), float(after)
 

@@ -98,15 +98,9 @@ class Blueprint:
 
     @property
     def uniform_program(self) -> bool:
-        """Whether all pipeline ranks run one stage program, at the same time, so that any collective may sit
-        in it. A ring of sends needs that; without one, idle ranks need not work. Under the layout "whole" a
-        stage skips exchanges where its own microbatch has no cut document.
-        """
-        mesh, compute = self.config.mesh, self.config.compute
-        if len(self.stages.patterns) == 1:
-            return True
-        has_ring = mesh.context > 1 and compute.context_exchange == "ring"
-        return self.stages.are_equal and has_ring and compute.layout != "whole"
+        """Whether all ranks run the decoder's layers at the same time, so that any collective may sit there.
+        Among pipeline stages idle ranks do not work."""
+        return len(self.stages.patterns) == 1
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -205,7 +205,6 @@ class Forward:
 
     @property
     def pipelined(self) -> PipelinedModel:
-        keeps_input = self._config.compute.recomputed_of_stage == "stage"
         return PipelinedModel(
             enter=self.enter,
             prepare=self.prepare,
@@ -213,9 +212,6 @@ class Forward:
             leave=self.leave,
             stages=self._blueprint.stages,
             constants=(self._params.enter, self._buffers),
-            uniform_program=self._uniform_program,
-            keeps_input=keeps_input,
-            keeps_enter=not keeps_input and self._config.model.encoder is not None,
         )
 
     def model(self, buffers: Tree, **given: Tree) -> SpeechLM:

@@ -19,6 +19,7 @@ from jaxthd.run.supplier import Run, Say, Stepped, Supplier
 from jaxthd.steps.reference import is_cached
 from jaxthd.steps.reference_scores import make_with_scores
 from jaxthd.steps.state import TrainState
+from jaxthd.steps.training import make_train_step
 from jaxthd.training.cached_reference import CachedReference
 
 
@@ -35,6 +36,7 @@ class DocumentSupplier(Supplier):
     def __init__(self, run: Run) -> None:
         self._run, config = run, run.config
         self._with_scores = make_with_scores(run.blueprint, run.mesh)
+        self._train_step: Any = make_train_step(run.blueprint, run.mesh)
         is_known = config.compute.dtype == "bfloat16"
         self._peak = peak_flops(jax.devices()[0].device_kind) if is_known else None
         self._flops_of = model_flops(config) if self._peak else None
@@ -72,6 +74,8 @@ class DocumentSupplier(Supplier):
         """Trains on the batch that is loaded, and loads the next one meanwhile."""
         run, began, self._current = self._run, time.perf_counter(), self._upcoming
         report = self._current.report
+        if not self._train_step._cache_size():
+            self._say(f"step {step}: compiling the training step")
         state, on_device = self._train_step(state, self._with_scores(state, self._on_mesh))
         if step < run.config.train.steps:
             with run.account.loading(on_device):

@@ -69,18 +69,6 @@ def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Fi
 
 
 @RULES.rule
-def _documents_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    rounded, unit = config.data.round_to, 2 * config.mesh.context
-    if config.compute.layout == "document" and unit > 2 and rounded % unit:
-        yield Finding(
-            f'data.round_to is {rounded} with compute.context_layout "document" and mesh.context {unit // 2}',
-            f"a multiple of 2 * context = {unit}, the number of context chunks that a document is cut into",
-            f"set data.round_to to {math.lcm(rounded, unit)}; it shapes the stream of buffers, so choose one "
-            "value for all context sizes that the run will use",
-        )
-
-
-@RULES.rule
 def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm = config.model.llm
     cuts = config.compute.layout == "whole" and config.mesh.context > 1 and config.compute.context_cuts > 0
@@ -94,24 +82,6 @@ def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterato
             "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
             "compute.context_cuts to 0",
         )
-
-
-@RULES.rule
-def _mamba_heads_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    mesh, llm = config.mesh, config.model.llm
-    ranks = mesh.tensor * mesh.context
-    if config.compute.layout != "document":
-        return
-    for letter, name in (("M", "mamba_heads"), ("D", "delta.value_heads")):
-        heads = attrgetter(name)(llm)
-        if letter in llm.kinds and heads % mesh.tensor == 0 and heads % ranks:
-            yield Finding(
-                f"model.llm.{name} is {heads} for {mesh.context} context and {mesh.tensor} tensor ranks",
-                f"a multiple of {ranks}, because these ranks share the heads (compute.context_layout "
-                '"document")',
-                f"set mesh.context to {divisors(heads // mesh.tensor, mesh.context)}, or model.llm.{name} "
-                f"to {multiples(heads, ranks)}, or compute.context_layout to buffer",
-            )
 
 
 # --- what tensor and pipeline ranks share ---
@@ -169,23 +139,12 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if set(llm.pattern) - {*LAYER_KINDS, "|"}:
         return
     try:
-        stages = pipeline_stages(llm, mesh)
+        pipeline_stages(llm, mesh)
     except ValueError as error:
         count = mesh.pipeline * mesh.stages_per_rank
         change = f"put {count - 1} or no | into model.llm.pattern, or lower mesh.pipeline"
         yield Finding(str(error), f"{count} stages of at least one layer", change)
         return
-    is_ring = mesh.context > 1 and config.compute.context_exchange == "ring"
-    is_whole = config.compute.layout == "whole"
-    if is_ring and mesh.context % 2 and len(stages.patterns) > 1 and (is_whole or not stages.are_equal):
-        why = 'compute.context_layout "whole"' if is_whole else f"stages {' | '.join(stages.patterns)}"
-        yield Finding(
-            f'mesh.context is {mesh.context} with compute.context_exchange "ring", mesh.pipeline '
-            f"{mesh.pipeline} and {why}",
-            "an even number: such stages do not run one program at a time, so no send may name the ranks of "
-            "all, and neighbours exchange in pairs",
-            "set mesh.context to an even number, or compute.context_exchange to all_gather",
-        )
 
 
 @RULES.rule

@@ -134,10 +134,7 @@ def test_buffers_hold_the_same_documents_under_every_mesh():
         return [[sorted(keys) for keys in report.keys] for _, report in islice(loader, 12)]
 
     assert buffers() == buffers(2) == buffers(2, 2) == buffers(4)
-    rounded = buffers(round_to=8)
-    assert rounded != buffers()
-    for context in (1, 2, 4):
-        assert buffers(context, round_to=8, layout="document") == rounded
+    assert buffers(round_to=8) == buffers(4, round_to=8) != buffers()
 
 
 def assert_same_stream(found, expected):
@@ -180,7 +177,7 @@ def test_a_restored_loader_continues_exactly_from_every_step(context, changes, r
     assert_same_stream(islice(rewound, tail), stream[1 : 1 + tail])
 
 
-@pytest.mark.parametrize("data", [{}, {"layout": "document", "round_to": 8}], ids=["buffer", "document"])
+@pytest.mark.parametrize("data", [{}, {"round_to": 8}], ids=["", "rounded"])
 def test_a_state_saved_under_one_mesh_restores_under_another(data):
     def fresh(context):
         config = settings(context, audio_capacity=416, **data)
@@ -421,8 +418,6 @@ def test_what_cannot_work_is_refused():
         make_loader([SOURCE, range(2)], load, settings(), weights=[1.0, 2.0])
     with pytest.raises(ValueError, match=r"capacity 128 must be a multiple of 2 \* context = 6"):
         make_loader([SOURCE], load, settings(3, audio_capacity=480))
-    with pytest.raises(ValueError, match=r"round_to 4 must be a multiple of 2 \* context = 8"):
-        make_loader([SOURCE], load, settings(4, round_to=4, layout="document"))
     with pytest.raises(ValueError, match="must be at least 1"):
         make_loader([SOURCE], load, settings(max_documents=0))
     pack = PackDocuments(capacity=8, audio_capacity=0, max_documents=1, num_mels=MELS)

@@ -248,7 +248,6 @@ def test_a_loop_that_is_not_ours_learns() -> None:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "buffer": {},
     "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole", "longest_chunk": 512},
-    "each over two ranks": {"context": 2, "audio_ranks": 2, "layout": "document", "longest_chunk": 512},
     "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "longest_chunk": 512, "cuts": 2},
 }
 
@@ -260,15 +259,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         ("two ranks", "buffer"),
         ("buffer", "four ranks"),
         ("four ranks", "two ranks"),
-        ("each over two ranks", "two ranks"),
-        ("two ranks", "each over two ranks"),
     ],
 )
 def test_a_stream_goes_on_under_another_layout_with_the_documents_that_are_left(first: str, second: str):
     """Wherever it is interrupted. Under the same layout its rows are those of a run without interruption."""
     ds = documents().repeat(2)
-    round_to = 4 if "each" in first + second else 1
-    streams = {name: ds.pipe(replace(PACK, round_to=round_to, **LAYOUTS[name])) for name in (first, second)}
+    streams = {name: ds.pipe(replace(PACK, **LAYOUTS[name])) for name in (first, second)}
     whole = [row.report.keys for row in streams[first]]
     assert Counter(chain(*whole)) == Counter(2 * GOOD)
     for count in range(1, len(whole), 7):

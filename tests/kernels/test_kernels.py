@@ -48,7 +48,7 @@ def eight_times(*given: Any) -> Any:
 
 def asking(llm: LLMConfig | None = None, **compute: Any) -> Config:
     """A config whose settings that are not given need no admission."""
-    compute = {"attention_backend": "xla", "scan_backend": "xla", "encoder_attention": "banded"} | compute
+    compute = {"attention_backend": "xla", "scan_backend": "xla", "encoder_attention": "blocks"} | compute
     return Config(
         model=ModelConfig(llm=llm or LLMConfig()),
         compute=ComputeConfig(**compute, block_sizes=BlockSizes(scan=16)),
@@ -93,8 +93,7 @@ def test_the_flag_makes_nothing_run_that_cannot(lines: list[str], tmp_path: Path
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path, monkeypatch):
-    for name in ("pallas", "batched"):
-        monkeypatch.setitem(BACKENDS, name, BACKENDS["cudnn"]._replace(name=name))
+    monkeypatch.setitem(BACKENDS, "pallas", BACKENDS["cudnn"]._replace(name="pallas"))
     config = asking(attention_backend="auto", kernels_unverified=True)
     assert with_admitted(config, lines.append, tmp_path).compute.attention_backend == "xla"
     (line,) = lines
@@ -133,7 +132,7 @@ def test_what_is_not_settled_is_not_guessed():
     x = jnp.zeros((8, 2, 4))
     ids = jnp.ones((1, 8), jnp.int32)
     segments = make_segments(ids, ids, block=8, axis=None)
-    with pytest.raises(ValueError, match="expected one of te, cudnn, pallas, batched, xla"):
+    with pytest.raises(ValueError, match="expected one of te, cudnn, pallas, xla"):
         packed_attention(x, x, x, segments, scale=1.0, exchange="ring", backend="auto")
     with pytest.raises(ValueError, match="expected one of pallas, xla"):
         scan(x, x[..., 0], x[0, :, 0], x, x, segments, chunk=16, backend="auto")
@@ -203,7 +202,7 @@ def test_auto_is_for_all_attention_of_the_decoder(pattern: str, want: str, said:
             with_admitted(asking(attention_backend="te", llm=llm), lines.append)
 
 
-@pytest.mark.parametrize(("platform", "want"), [("cpu", "blocks"), ("tpu", "banded"), ("gpu", "pallas")])
+@pytest.mark.parametrize(("platform", "want"), [("cpu", "blocks"), ("tpu", "blocks"), ("gpu", "pallas")])
 def test_auto_of_the_encoder_on_each_platform(
     platform: str, want: str, asked: list[Ask], monkeypatch: pytest.MonkeyPatch
 ):
@@ -214,7 +213,7 @@ def test_auto_of_the_encoder_on_each_platform(
     config = replace(asking(encoder_attention="auto"), model=ModelConfig(encoder=encoder, llm=LLMConfig()))
     assert with_admitted(config, [].append).compute.encoder_attention == want
     help_of_it = " ".join((ROOT / "jaxthd/config/compute.py").read_text().split())
-    assert '"auto": blocks on a CPU; elsewhere pallas where it is admitted, else banded.' in help_of_it
+    assert '"auto": pallas on GPUs where it is admitted, else blocks.' in help_of_it
 
 
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)
@@ -292,13 +291,9 @@ def test_what_no_layer_uses_is_not_measured(lines: list[str], tmp_path: Path):
 
 LAYOUTS = [
     (MeshConfig(context=4, tensor=2), "buffer", (8, 2, 32, True)),
-    (MeshConfig(context=2, tensor=4), "document", (2, 1, 64, False)),
+    (MeshConfig(context=2, tensor=4), "whole", (4, 1, 64, False)),
 ]
-OTHER_LAYOUTS = [
-    (MeshConfig(tensor=8), "buffer", (2, 1, 64, False)),
-    (MeshConfig(context=2), "document", (8, 2, 64, False)),
-    (MeshConfig(context=8), "document", (2, 1, 64, False)),
-]
+OTHER_LAYOUTS = [(MeshConfig(tensor=8), "buffer", (2, 1, 64, False))]
 
 
 @pytest.mark.parametrize(
@@ -354,5 +349,5 @@ def test_the_encoder_s_kernels_are_measured_and_a_broken_one_is_refused(
     file.unlink()
     right = pallas_kernels._Pairs.bias_at
     monkeypatch.setattr(pallas_kernels._Pairs, "bias_at", lambda x, seen, width: right(x, seen, width - 2))
-    assert with_admitted(config, lines.append, tmp_path).compute.encoder_attention == "banded"
-    assert lines[1].startswith("encoder attention: banded; not pallas: it is off from xla, by output ")
+    assert with_admitted(config, lines.append, tmp_path).compute.encoder_attention == "blocks"
+    assert lines[1].startswith("encoder attention: blocks; not pallas: it is off from xla, by output ")

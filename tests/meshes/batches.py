@@ -17,7 +17,7 @@ from tests.meshes.runs import FILLED, MICROBATCHES, MOST_DOCUMENTS
 
 ROWS, CAPACITY, AUDIO = 32, 64, 512
 LONGEST_UNIT = 16
-"""The longest unit, 2 * context: the layout by documents rounds lengths up to multiples of it."""
+"""The rows have room for documents whose lengths are rounded up to multiples of it."""
 
 
 @functools.cache
@@ -86,7 +86,6 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
             layout=layout,
-            round_to=LONGEST_UNIT if layout == "document" else 1,
             depths=config.depths_trained,
             shares=shares,
             placement=place(rows[i], shares) if shares else None,

@@ -52,7 +52,6 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
         compute=replace(
             plain.compute,
             context_exchange="all_gather",
-            context_layout="document" if mesh.context > 1 else "buffer",
             sequence_sharded=mesh.tensor > 1,
             block_sizes=replace(plain.compute.blocks, expert_slots=0.6),
             remat_llm=False,
@@ -74,7 +73,7 @@ def adapted(dtype: Dtype = "float32") -> list[Config]:
 
 def predicting(dtype: Dtype = "float32") -> list[Config]:
     """Runs with multi-token prediction and a CTC loss. They cover interleaved, sequence-sharded stages with
-    experts over data; 1F1B with a ring; the layout by documents."""
+    experts over data; 1F1B with a ring; gathered keys."""
     chosen = ((MeshConfig(2, 1, 2, 2), 1, 0), (MeshConfig(1, 2, 2, 1), 0, 0), (MeshConfig(1, 2, 1, 2), 1, 1))
     runs = [(variants(mesh, dtype)[variant], PREDICTING[number]) for mesh, variant, number in chosen]
     return [
@@ -91,7 +90,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
 }
 """Settings of the decoder in each run with a family's blocks."""
 CHOSEN = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))
-"""(mesh, variant) of these runs. They cover interleaved, sequence-sharded stages and the layout by documents;
+"""(mesh, variant) of these runs. They cover interleaved, sequence-sharded stages and gathered keys;
 experts over data and context with a ring; more context ranks. In the last one each of 4 context ranks has a
 value head of Qwen3-Next of its own."""
 REACHING = (CHOSEN[1], CHOSEN[0], (MeshConfig(1, 8, 1, 1), 0))
@@ -109,7 +108,7 @@ def of_family(name: str, dtype: Dtype = "float32") -> list[Config]:
 
 def whole(dtype: Dtype = "float32") -> list[Config]:
     """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
-    context ranks with tensor ranks; interleaved and unlike stages, by a ring in pairs too; GPT-OSS blocks;
+    context ranks with tensor ranks; interleaved and unlike stages; GPT-OSS blocks;
     future tokens with a CTC loss; Qwen3-Next blocks."""
     of_ring, of_gather = "ring", "all_gather"
     chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
@@ -133,7 +132,7 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
 
 def cutting(dtype: Dtype = "float32") -> list[Config]:
     """Runs under the layout "whole" in which each row has no cut document; one; three, the most; and one that
-    fills the buffer. They cover all axes, both exchanges, and the ring in pairs."""
+    fills the buffer. They cover all axes and both exchanges."""
     chosen: tuple[tuple[MeshConfig, int, int, bool], ...] = (
         (MeshConfig(1, 2, 2, 2), 0, 0, False),
         (MeshConfig(2, 4, 1, 1), 0, 0, False),
@@ -153,14 +152,14 @@ def cutting(dtype: Dtype = "float32") -> list[Config]:
 
 
 def unlike(dtype: Dtype = "float32") -> list[Config]:
-    """Runs with stages that differ and a ring, which is then one of pairs. They cover tensor ranks; more
-    context ranks; interleaved stages over data ranks; the three layouts; all that a stage may recompute."""
+    """Runs with stages that differ, whose keys are gathered. They cover tensor ranks; more
+    context ranks; interleaved stages over data ranks; both layouts; all that a stage may recompute."""
     chosen: tuple[tuple[MeshConfig, str, dict[str, Any]], ...] = (
-        (MeshConfig(1, 2, 2, 2), "ME*|-ME*-", {"remat_stage": "blocks"}),
-        (MeshConfig(1, 4, 2, 1), "ME*-M|E*-", {"remat_stage": "nothing", "context_layout": "document"}),
-        (MeshConfig(2, 2, 2, 1), "M|E*-M|E*|-", {"remat_stage": "nothing"}),
-        (MeshConfig(1, 4, 2, 1), "M|E*-M|E*|-", {"remat_stage": "blocks", "context_layout": "whole"}),
-        (MeshConfig(1, 2, 4, 1), "M|E*-M|E*|-", {"remat_stage": "stage"}),
+        (MeshConfig(1, 2, 2, 2), "ME*|-ME*-", {}),
+        (MeshConfig(1, 4, 2, 1), "ME*-M|E*-", {"remat_llm": False}),
+        (MeshConfig(2, 2, 2, 1), "M|E*-M|E*|-", {"remat_llm": False}),
+        (MeshConfig(1, 4, 2, 1), "M|E*-M|E*|-", {"context_layout": "whole"}),
+        (MeshConfig(1, 2, 4, 1), "M|E*-M|E*|-", {}),
     )
     found = []
     for mesh, pattern, compute in chosen:

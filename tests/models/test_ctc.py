@@ -73,19 +73,17 @@ def documents() -> list[list[Document]]:
 
 
 def pack(config: Config) -> Batch:
-    mesh, by_document = config.mesh, config.compute.context_layout == "document"
+    mesh = config.mesh
     rows = [
         pack_row(
             row,
-            capacity=CAPACITY * (2 if by_document else 1),
+            capacity=CAPACITY,
             audio_capacity=2 * AUDIO,
             num_mels=MELS,
             max_documents=MOST,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
             order_seed=None,
-            layout=config.compute.context_layout,
-            round_to=8 if by_document else 1,
         )[0]
         for row in documents()
     ]
@@ -187,12 +185,12 @@ def test_without_it_nothing_of_it_is_computed():
     assert " sort[" in traced(ctc_loss=WEIGHT, ctc_max_labels=LABELS)
 
 
-BY_DOCUMENT = {"context_layout": "document", "context_exchange": "all_gather"}
+GATHERING = {"context_exchange": "all_gather"}
 
 
-def transcripts_on(context: int, **compute: Any) -> tuple[Transcripts, list[np.ndarray]]:
+def transcripts_on(context: int) -> tuple[Transcripts, list[np.ndarray]]:
     """Of all rows; and segment ids and positions of the slots with frames, in their order."""
-    config = run_config(MeshConfig(context=context), **compute)
+    config = run_config(MeshConfig(context=context))
     mesh, batch = context_mesh(context), pack(config)
     # Audio does not matter here.
     batch = batch._replace(mels=batch.tokens, mel_mask=batch.tokens, chunk_ids=None, chunk_positions=None)
@@ -208,9 +206,8 @@ def transcripts_on(context: int, **compute: Any) -> tuple[Transcripts, list[np.n
 
 
 @pytest.mark.parametrize("context", [2, 4])
-@pytest.mark.parametrize("compute", [{}, BY_DOCUMENT], ids=["buffer", "document"])
-def test_context_ranks_find_frames_and_labels_in_the_order_of_documents(context: int, compute: dict):
-    (got, frames), (want, alone) = transcripts_on(context, **compute), transcripts_on(1)
+def test_context_ranks_find_frames_and_labels_in_the_order_of_documents(context: int):
+    (got, frames), (want, alone) = transcripts_on(context), transcripts_on(1)
     for name in ("label_ids", "blank", "has_audio", "is_covered"):
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     for name in ("first", "frames", "labels", "repeats"):
@@ -221,11 +218,11 @@ def test_context_ranks_find_frames_and_labels_in_the_order_of_documents(context:
 
 MESHES = [
     (MeshConfig(data=2), {}),
-    (MeshConfig(context=4), BY_DOCUMENT),
+    (MeshConfig(context=4), GATHERING),
     (MeshConfig(tensor=2), {"sequence_sharded": True}),
     (
         MeshConfig(context=2, pipeline=2, tensor=2),
-        {"microbatches": 2, "sequence_sharded": True, **BY_DOCUMENT},
+        {"microbatches": 2, "sequence_sharded": True, **GATHERING},
     ),
 ]
 """(mesh, settings of run_config)."""

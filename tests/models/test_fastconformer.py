@@ -245,12 +245,12 @@ def test_packed_equals_each_clip_alone():
     assert_same(dparams, total, 1e-10)
 
 
-def test_a_band_and_kernels_equal_blocks():
+def test_kernels_equal_blocks():
     """Float64, eval mode, with padding: outputs, gradients of parameters and mels."""
     clips = random_clips((1003, *LENGTHS))
     packed = pack(shuffled(clips), frames=LARGE)
     with jax.enable_x64(True):
-        ways = "blocks", "banded", "pallas"
+        ways = "blocks", "pallas"
         found = [one_device(False, attention=way)(*encoder64(), *packed.arrays) for way in ways]
         for (y, _, dparams, dmels), name in zip(found, ways, strict=True):
             assert np.isfinite(y).all(), name
@@ -316,10 +316,9 @@ def test_sharded_clips_equal_one_device(ranks, trained):
 CUT = [
     ({"context": 2}, 1, "dense", False),
     ({"data": 2, "context": 4}, 2, "blocks", True),
-    ({"context": 2}, 1, "band", True),
     ({"context": 4, "tensor": 2}, 1, "blocks", True),
     ({"context": 2, "pipeline": 2, "tensor": 2}, 1, "dense", True),
-    ({"data": 2, "context": 2}, 2, "band", True),
+    ({"data": 2, "context": 2}, 2, "blocks", True),
     ({"context": 2}, 1, "kernels", False),
     ({"data": 2, "context": 2}, 2, "kernels", True),
 ]
@@ -351,7 +350,7 @@ def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive,
             axes=axes,
             row_axes=row_axes,
             rows=rows,
-            attention={"band": "banded", "kernels": "pallas"}.get(form, "blocks"),
+            attention={"kernels": "pallas"}.get(form, "blocks"),
         )
         y, dmels = (x.reshape(rows, -1, *x.shape[1:]) for x in (y, dmels))
         return y, new, jax.lax.psum(dparams, axes), dmels

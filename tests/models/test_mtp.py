@@ -57,19 +57,17 @@ def documents() -> tuple[list[Document], ...]:
 
 
 def pack(config: Config) -> Batch:
-    mesh, by_document = config.mesh, config.compute.context_layout == "document"
+    mesh = config.mesh
     packed = [
         pack_row(
             row,
-            capacity=CAPACITY * (2 if by_document else 1),
+            capacity=CAPACITY,
             audio_capacity=2 * AUDIO,
             num_mels=MELS,
             max_documents=16,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
             order_seed=None,
-            layout=config.compute.context_layout,
-            round_to=8 if by_document else 1,
             depths=config.depths_trained,
         )[0]
         for row in documents()
@@ -152,10 +150,10 @@ def only_trained(gradients: Any, got: Any) -> Any:
 @pytest.mark.parametrize(
     "config",
     [
-        run_config(MeshConfig(context=2), context_exchange="all_gather", context_layout="document"),
+        run_config(MeshConfig(context=2), context_exchange="all_gather"),
         pytest.param(run_config(), marks=pytest.mark.exhaustive),
     ],
-    ids=["each document cut over two ranks", "one device"],
+    ids=["two ranks", "one device"],
 )
 def test_packed_equals_each_document_alone(config: Config):
     """Shared weights: tests/hf/test_mtp.py compares values, test_meshes.py gradients and other meshes."""

@@ -19,7 +19,7 @@ from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call, local_call, remote_call
 from jaxthd.ops.attention.thd import packed_segments
 from jaxthd.ops.backend import version_numbers
-from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.segments import Segments, make_segments
 from tests.helpers import row_arrays
 from tests.ops import dense_kernels, fake_kernels
@@ -28,14 +28,12 @@ H100 = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.11.1", "0.11.1", "3.12.0", 120
 BF16 = AttentionShape("bfloat16", 32, 8, 128)
 
 
-def on_ranks(ids: np.ndarray, positions: np.ndarray, layout: Any, block: int) -> Segments:
+def on_ranks(ids: np.ndarray, positions: np.ndarray, block: int) -> Segments:
     """The Segments of all ranks, from [ranks, rows, tokens], without devices: vmap names the axis."""
     rows = ids.shape[1]
 
     def of_rank(ids: Any, positions: Any) -> Segments:
-        segments: Segments = make_segments(
-            ids, positions, block=block, axis="context", layout=layout, documents=12 // rows
-        )
+        segments: Segments = make_segments(ids, positions, block=block, axis="context", documents=12 // rows)
         return segments
 
     return jax.vmap(of_rank, axis_name="context")(ids, positions)
@@ -53,40 +51,29 @@ def intervals_of(ids: Any, positions: Any, block: int) -> Any:
     return make_segments(ids, positions, block=block, axis=None).local
 
 
-@pytest.mark.parametrize(
-    ("context", "layout"), [(2, "buffer"), (4, "buffer"), (2, "document"), (4, "document")]
-)
-def test_the_packed_segments_of_a_call_are_exactly_what_the_mask_allows(context: int, layout: str):
+@pytest.mark.parametrize("context", [2, 4])
+def test_the_packed_segments_of_a_call_are_exactly_what_the_mask_allows(context: int):
     """Two rows a rank, random documents; local and remote calls. No segment has queries but no keys."""
-    rng = np.random.default_rng(context)
-    round_to, rows = 2 * context, 2
-    capacity = 12 * round_to
-    derive = jax.jit(on_ranks, static_argnums=(2, 3))
+    rng, rows, capacity = np.random.default_rng(context), 2, 24 * context
+    order = DualChunkSwap(context).permutation(capacity).reshape(context, -1)
+    derive = jax.jit(on_ranks, static_argnums=2)
     segments_of_call = jax.jit(packed_segments, static_argnums=1)
     for _ in range(8):
-        packed, orders = [], []
+        packed = []
         for _ in range(rows):
             lengths: list[int] = []
-            while len(lengths) < 6 and (
-                room := capacity - round_to * sum(-(-n // round_to) for n in lengths)
-            ):
-                lengths.append(int(rng.integers(1, min(room, 4 * round_to) + 1)))
-            packed.append(row_arrays(lengths, capacity, round_to if layout == "document" else 1))
-            orders.append(
-                ContextLayout(layout, context, round_to).permutation(packed[-1][0]).reshape(context, -1)
-            )
-        ids, positions = (
-            np.stack([x[order] for x, order in zip(column, orders, strict=True)], axis=1)
-            for column in zip(*packed, strict=True)
-        )
-        segments = derive(ids, positions, layout, 8)
+            while len(lengths) < 6 and (room := capacity - sum(lengths)):
+                lengths.append(int(rng.integers(1, min(room, 8 * context) + 1)))
+            packed.append(row_arrays(lengths, capacity))
+        ids, positions = (np.stack([x[order] for x in each], axis=1) for each in zip(*packed, strict=True))
+        segments = derive(ids, positions, 8)
         for rank in range(context):
             mine = jax.tree.map(lambda x, rank=rank: x[rank], segments)
             for step, call in enumerate(calls(mine)):
                 source = (rank - step) % context
                 assert call.causal == (step == 0)
-                want = np.zeros((rows, len(orders[0][0]), rows, len(orders[0][0])), bool)
-                for row, (order, (row_ids, _)) in enumerate(zip(orders, packed, strict=True)):
+                want = np.zeros((rows, len(order[0]), rows, len(order[0])), bool)
+                for row, (row_ids, _) in enumerate(packed):
                     q, k = order[rank][:, None], order[source]
                     want[row, :, row] = (row_ids[q] == row_ids[k]) & (row_ids[q] > 0) & (k <= q)
                 want = want.reshape(ids.shape[1] * ids.shape[2], -1)
@@ -192,13 +179,13 @@ def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: p
     def backward(call_intervals: Any, x: Any, out: Any, lse: Any) -> Any:
         return backend.backward(x, x, x, out, lse, x, Call(call_intervals, True, block, None), 1.0)
 
-    derive = jax.jit(on_ranks, static_argnums=(2, 3))
+    derive = jax.jit(on_ranks, static_argnums=2)
     x, some_skipped = rng.normal(size=(tokens, 1, 2)).astype(np.float32), False
     for _ in range(4):
         cuts = np.sort(rng.choice(np.arange(1, length), size=3, replace=False))
         ids, positions = row_arrays(np.diff([0, *cuts, length - 3]).clip(1), length)
-        order = ContextLayout("buffer", context, 1).permutation(ids).reshape(context, 1, -1)
-        segments = derive(ids[order], positions[order], "buffer", block)
+        order = DualChunkSwap(context).permutation(length).reshape(context, 1, -1)
+        segments = derive(ids[order], positions[order], block)
         for rank in range(context):
             for step, call in enumerate(calls(jax.tree.map(lambda x, rank=rank: x[rank], segments))):
                 q, k = order[rank, 0][:, None], order[(rank - step) % context, 0]

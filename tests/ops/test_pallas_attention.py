@@ -11,7 +11,29 @@ from jaxthd.ops.attention.contract import Call
 from jaxthd.ops.attention.pallas import BACKEND, Tiles
 from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.packing.intervals import key_intervals
-from tests.ops.test_batched import SEEN, dense
+
+CAUSAL = [(0, i + 1) for i in range(3)] + [(3, i + 1) for i in range(3, 30)] + [(0, 0)] * 2
+"""Documents of 3 and 27 tokens, then padding."""
+WHOLE = [(0, 11)] * 11 + [(11, 12)] + [(12, 40)] * 28 + [(0, 0)] * 4
+REMOTE = [(0, 0)] * 5 + [(20, 37)] * 9 + [(1, 2)] * 3
+SEEN = {
+    "causal": (CAUSAL, len(CAUSAL)),
+    "whole": (WHOLE, len(WHOLE)),
+    "remote": (REMOTE, 41),
+    "none": ([(0, 0)] * 10, 9),
+}
+"""Name -> (the interval that each query sees, the number of keys)."""
+
+
+def dense(q, k, v, lo, hi, scale: float):
+    """Every query with every key, in one softmax."""
+    keys = jnp.arange(len(k))
+    seen = (keys >= lo[:, None]) & (keys < hi[:, None])
+    kv = [jnp.repeat(x, q.shape[1] // k.shape[1], axis=1) for x in (k, v)]
+    scores = jnp.where(seen[:, None], scale * jnp.einsum("nhd,shd->nhs", q, kv[0]), -1e30)
+    weights = jnp.where(seen.any(1)[:, None, None], jax.nn.softmax(scores), 0)
+    return jnp.einsum("nhs,shv->nhv", weights, kv[1])
+
 
 WINDOW = [(max(0, i - 4), i + 1) for i in range(20)] + [(max(20, i - 4), i + 1) for i in range(20, 45)]
 SHARED = [(0, 9)] * 7 + [(0, 9)] * 3 + [(11, 30)] * 20

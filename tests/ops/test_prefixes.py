@@ -12,7 +12,6 @@ import pytest
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.conv import causal_conv
 from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule
-from jaxthd.ops.head_exchange import own_heads, scan_segments, to_heads, to_tokens
 from jaxthd.ops.scan import state_passing
 from jaxthd.ops.scan.backends import scan
 from tests.helpers import assert_same, on_context, row_arrays, spans
@@ -58,10 +57,10 @@ def shared(groups: list[Group]) -> Row:
     return row
 
 
-def written_out(row: Row, round_to: int) -> tuple[list[int], np.ndarray, np.ndarray]:
+def written_out(row: Row) -> tuple[list[int], np.ndarray, np.ndarray]:
     """(lengths of documents, the slot of the shared row that each token is a copy of, whether it is the first
     copy): every segment is a document, with a copy of its prefix before it."""
-    slots, sources, is_own = spans(row.lengths, round_to), [], []
+    slots, sources, is_own = spans(row.lengths), [], []
     for own, prefix in zip(slots, row.prefixes, strict=True):
         copied = [*range(slots[prefix - 1].start, slots[prefix - 1].stop)] if prefix else []
         sources.append([*copied, *range(own.start, own.stop)])
@@ -80,23 +79,18 @@ def attend(exchange: str, backend: str = "xla", *, in_window: bool = False) -> C
 
 
 def convolved(params: Any, x_NHP: Any, segments: Any) -> Any:
-    taps_KHP, bias_HP = (own_heads(w, segments, axis) for w, axis in zip(params, (1, 0), strict=True))
-    x_MhP = to_heads(x_NHP, segments)
-    given = (v.reshape(len(v), -1) for v in (x_MhP, taps_KHP))
-    y_MC = causal_conv(*given, bias_HP.reshape(-1), scan_segments(segments), silu=True)
-    return to_tokens(y_MC.reshape(x_MhP.shape), segments, np.float64)
+    taps_KHP, bias_HP = params
+    given = (v.reshape(len(v), -1) for v in (x_NHP, taps_KHP))
+    return causal_conv(*given, bias_HP.reshape(-1), segments, silu=True).reshape(x_NHP.shape)
 
 
 def scanned(a: Any, inputs: Any, segments: Any, chunk: int = 6, backend: str = "xla") -> Any:
-    x, dt, b, c = (to_heads(x, segments) for x in inputs)
-    y = scan(x, dt, own_heads(a, segments), b, c, scan_segments(segments), chunk=chunk, backend=backend)
-    return to_tokens(y, segments, y.dtype)
+    x, dt, b, c = inputs
+    return scan(x, dt, a, b, c, segments, chunk=chunk, backend=backend)
 
 
 def by_delta(_: Any, inputs: Any, segments: Any) -> Any:
-    given = DeltaInputs(*(to_heads(x, segments) for x in inputs))
-    y = gated_delta_rule(given, scan_segments(segments), chunk=6)
-    return to_tokens(y, segments, y.dtype)
+    return gated_delta_rule(DeltaInputs(*inputs), segments, chunk=6)
 
 
 def inputs_of(
@@ -129,51 +123,49 @@ MIXERS = {
     "scan": scanned,
     "delta": by_delta,
 }
-LAYOUTS = [(1, "buffer"), (4, "buffer"), (4, "document")]
 MESHES = [
-    *(("attention", *mesh, "ring") for mesh in LAYOUTS),
-    *(("attention", *mesh, "all_gather") for mesh in LAYOUTS[1:]),
-    *(("attention in a window", *mesh, "ring") for mesh in LAYOUTS),
-    ("attention in a window", 4, "buffer", "all_gather"),
-    *(("convolution", *mesh, "") for mesh in LAYOUTS),
-    *(("scan", *mesh, "") for mesh in [*LAYOUTS, (2, "buffer")]),
-    ("scan", 4, "buffer", "in steps"),
-    *(("delta", *mesh, "") for mesh in [(1, "buffer"), (2, "buffer"), (2, "document"), (4, "buffer")]),
+    *(("attention", context, "ring") for context in (1, 4)),
+    ("attention", 4, "all_gather"),
+    *(("attention in a window", context, "ring") for context in (1, 4)),
+    ("attention in a window", 4, "all_gather"),
+    *(("convolution", context, "") for context in (1, 4)),
+    *(("scan", context, "") for context in (1, 2, 4)),
+    ("scan", 4, "in steps"),
+    *(("delta", context, "") for context in (1, 2, 4)),
     # 4 are more than there are key heads.
-    ("delta", 4, "buffer", "in steps"),
+    ("delta", 4, "in steps"),
 ]
 TYPICAL = [
-    ("attention in a window", 4, "buffer", "ring"),
-    ("attention", 4, "document", "ring"),
-    ("convolution", 4, "buffer", ""),
-    ("scan", 2, "buffer", ""),
-    ("delta", 2, "buffer", ""),
+    ("attention in a window", 4, "ring"),
+    ("attention", 4, "ring"),
+    ("convolution", 4, ""),
+    ("scan", 2, ""),
+    ("delta", 2, ""),
 ]
 
 
 @pytest.mark.parametrize(
-    ("name", "context", "layout", "exchange"),
+    ("name", "context", "exchange"),
     [mesh if mesh in TYPICAL else pytest.param(*mesh, marks=pytest.mark.exhaustive) for mesh in MESHES],
 )
-def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, layout, exchange, monkeypatch):
+def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, exchange, monkeypatch):
     rng, alone = np.random.default_rng(0), MIXERS[name]
-    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
     if exchange == "in steps":
         monkeypatch.setattr(state_passing, "GATHER_UP_TO", 1)
     is_attention = name.startswith("attention")
     mixer = attend(exchange, in_window=name != "attention") if is_attention else alone
     with jax.enable_x64(True):
         sizes: Any = {"block": 8, "documents": SEGMENTS, "window": WINDOW if is_attention else None}
-        run = on_context(mixer, context, layout=layout, round_to=round_to, **sizes)
+        run = on_context(mixer, context, **sizes)
         reference = on_context(alone, 1, **sizes)
         for groups in CASES.values():
             row = shared(groups)
-            ids, positions = row_arrays(row.lengths, capacity, round_to)
+            ids, positions = row_arrays(row.lengths)
             prefixes = np.array([0, *row.prefixes], np.int32)[ids]
-            params, x, dy = inputs_of(name, rng, capacity)
+            params, x, dy = inputs_of(name, rng, CAPACITY)
             dy[ids == 0] = 0
             y, dparams, dx = run(params, x, ids, positions, dy, prefixes)
-            lengths, sources, is_own = written_out(row, round_to)
+            lengths, sources, is_own = written_out(row)
             room = 4 * CAPACITY - len(sources)
             taken = np.pad(sources, (0, room))
             copies = jax.tree.map(lambda x, taken=taken: x[taken], x)
@@ -183,7 +175,7 @@ def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, layout
             )
 
             def summed(d: np.ndarray, sources: np.ndarray = sources) -> np.ndarray:
-                total = np.zeros((capacity, *d.shape[1:]))
+                total = np.zeros((CAPACITY, *d.shape[1:]))
                 np.add.at(total, sources, d[: len(sources)])
                 return total
 
@@ -192,31 +184,27 @@ def test_a_shared_prefix_equals_a_copy_before_each_segment(name, context, layout
             assert_same((got_y, dparams, dx), (want_y, want_dparams, jax.tree.map(summed, d_copies)), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("context", "layout"), [(2, "document"), pytest.param(4, "buffer", marks=pytest.mark.exhaustive)]
-)
-def test_fused_attention_may_compute_what_segments_see_of_themselves(context, layout, monkeypatch):
+@pytest.mark.parametrize("context", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
+def test_fused_attention_may_compute_what_segments_see_of_themselves(context, monkeypatch):
     """The blockwise back-end adds what they see of their prefixes."""
     fake_kernels.install_te(monkeypatch)
-    compare(lambda backend: attend("ring", backend), "attention", "te", context, layout)
+    compare(lambda backend: attend("ring", backend), "attention", "te", context)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("context", [1, 2])
 def test_the_scan_kernels_may_compute_segments_alone(context):
-    compare(lambda backend: partial(scanned, chunk=16, backend=backend), "scan", "pallas", context, "buffer")
+    compare(lambda backend: partial(scanned, chunk=16, backend=backend), "scan", "pallas", context)
 
 
-def compare(mixer: Callable[[str], Any], name: str, backend: str, context: int, layout: Any) -> None:
+def compare(mixer: Callable[[str], Any], name: str, backend: str, context: int) -> None:
     """The back-end with "xla", in float32, on shared rows."""
     rng = np.random.default_rng(1)
-    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
-    sizes: Any = {"block": 8, "documents": SEGMENTS, "layout": layout, "round_to": round_to}
-    runs = [on_context(mixer(each), context, **sizes) for each in (backend, "xla")]
+    runs = [on_context(mixer(each), context, block=8, documents=SEGMENTS) for each in (backend, "xla")]
     for groups in CASES.values():
         row = shared(groups)
-        ids, positions = row_arrays(row.lengths, capacity, round_to)
-        params, x, dy = jax.tree.map(np.float32, inputs_of(name, rng, capacity, 16 if name == "scan" else 3))
+        ids, positions = row_arrays(row.lengths)
+        params, x, dy = jax.tree.map(np.float32, inputs_of(name, rng, CAPACITY, 16 if name == "scan" else 3))
         dy[ids == 0] = 0
         given = params, x, ids, positions, dy, np.array([0, *row.prefixes], np.int32)[ids]
         (y, *gradients), (want, *wanted) = (run(*given) for run in runs)

@@ -11,7 +11,6 @@ from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import DualChunkSwap
-from jaxthd.packing.ring_order import RingOrder
 from jaxthd.packing.segments import make_segments
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
 from tests.ops import dense_kernels, fake_kernels
@@ -44,10 +43,10 @@ def dense_gradients(q, k, v, dout):
     return np.einsum("hij,jhd->ihd", ds, kk), sum_groups(np.einsum("hij,ihd->jhd", ds, q)), dv
 
 
-def dense_documents(lengths, round_to, q, k, v, dout):
+def dense_documents(lengths, q, k, v, dout):
     """Outputs and gradients of a packed buffer, with each document computed alone."""
     want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
-    for span in spans(lengths, round_to):
+    for span in spans(lengths):
         one = [x[span].astype(np.float64) for x in (q, k, v)]
         parts = (dense_document(*one)[0], *dense_gradients(*one, dout[span].astype(np.float64)))
         for whole, part in zip(want, parts, strict=True):
@@ -55,18 +54,16 @@ def dense_documents(lengths, round_to, q, k, v, dout):
     return tuple(want)
 
 
-MESHES = [(1, "ring", "buffer"), *product((2, 4), ("ring", "all_gather"), ("buffer", "document"))]
-PAIRS = [(4, "pairs", "buffer"), (2, "pairs", "document"), (4, "pairs", "document"), (6, "pairs", "buffer")]
-"""Rings in a program that not all ranks run at the same time; from 6 ranks on they are a loop."""
-ODD = [(3, "ring", "buffer"), (3, "all_gather", "buffer")]
-TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gather", "document")]
+MESHES = [(1, "ring"), *product((2, 4), ("ring", "all_gather"))]
+ODD = [(3, "ring"), (3, "all_gather")]
+TYPICAL_IN_FLOAT32 = [(1, "ring"), (4, "ring"), (2, "all_gather")]
 
 
 @pytest.mark.parametrize(
-    ("context", "exchange", "layout", "dtype"),
+    ("context", "exchange", "dtype"),
     [
-        *((*mesh, np.float64) for mesh in [*MESHES, PAIRS[0]]),
-        *(pytest.param(*mesh, np.float64, marks=pytest.mark.exhaustive) for mesh in [*PAIRS[1:], *ODD]),
+        *((*mesh, np.float64) for mesh in MESHES),
+        *(pytest.param(*mesh, np.float64, marks=pytest.mark.exhaustive) for mesh in ODD),
         *((*mesh, np.float32) for mesh in TYPICAL_IN_FLOAT32),
         *(
             pytest.param(*mesh, np.float32, marks=pytest.mark.exhaustive)
@@ -75,11 +72,9 @@ TYPICAL_IN_FLOAT32 = [(1, "ring", "buffer"), (4, "ring", "buffer"), (2, "all_gat
         ),
     ],
 )
-def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
+def test_packed_equals_each_document_alone(context, exchange, dtype):
     rng = np.random.default_rng(0)
     even = CAPACITY + -CAPACITY % (2 * context)
-    capacity, round_to = (even, 1) if layout == "buffer" else (2 * CAPACITY, 8)
-    is_uniform, exchange = exchange != "pairs", exchange.replace("pairs", "ring")
     with jax.enable_x64(dtype == np.float64):
         run = on_context(
             lambda _, qkv, segments: packed_attention(
@@ -87,35 +82,31 @@ def test_packed_equals_each_document_alone(context, exchange, layout, dtype):
             ),
             context,
             block=8,
-            layout=layout,
-            round_to=round_to,
-            uniform_program=is_uniform,
         )
         for lengths in CASES.values():
             q, k, v, dout = (
-                rng.normal(size=(capacity, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V))
+                rng.normal(size=(even, *s)).astype(dtype) for s in ((H, D), (K, D), (K, V), (H, V))
             )
-            y, _, gradients = run(None, (q, k, v), *row_arrays(lengths, capacity, round_to), dout)
-            want = dense_documents(lengths, round_to, q, k, v, dout)
+            y, _, gradients = run(None, (q, k, v), *row_arrays(lengths, even), dout)
+            want = dense_documents(lengths, q, k, v, dout)
             assert_same((y, *gradients), want, 1e-10 if dtype == np.float64 else 1e-5)
 
 
 @pytest.mark.parametrize(
-    ("backend", "context", "exchange", "layout"),
+    ("backend", "context", "exchange"),
     [
-        ("te", 2, "ring", "document"),
-        ("te", 2, "all_gather", "buffer"),
-        ("cudnn", 4, "ring", "buffer"),
+        ("te", 2, "ring"),
+        ("te", 2, "all_gather"),
+        ("cudnn", 4, "ring"),
     ],
 )
-def test_fused_back_ends_get_the_same_calls(backend, context, exchange, layout, monkeypatch):
+def test_fused_back_ends_get_the_same_calls(backend, context, exchange, monkeypatch):
     """As above, with dense kernels that leave NaN outside the segment lengths they are given."""
     fake_kernels.install_te(monkeypatch)
     dense_kernels.under_jax(monkeypatch.setattr)
     rng = np.random.default_rng(1)
     # Jax's grouped queries are wrong before some version: there every query head gets its own keys.
     grouped = backend == "te" or version_numbers(jax.__version__) >= GROUPED_LEAST
-    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
 
     def attend(_, qkv, segments):
         q, *kv = qkv
@@ -126,16 +117,14 @@ def test_fused_back_ends_get_the_same_calls(backend, context, exchange, layout, 
         attend,
         context,
         block=8,
-        layout=layout,
-        round_to=round_to,
         documents=max(len(lengths) for lengths in CASES.values()),
     )
     for lengths in CASES.values():
         q, k, v, dout = (
-            rng.normal(size=(capacity, *s)).astype(np.float32) for s in ((H, D), (K, D), (K, V), (H, V))
+            rng.normal(size=(CAPACITY, *s)).astype(np.float32) for s in ((H, D), (K, D), (K, V), (H, V))
         )
-        y, _, gradients = run(None, (q, k, v), *row_arrays(lengths, capacity, round_to), dout)
-        assert_same((y, *gradients), dense_documents(lengths, round_to, q, k, v, dout), 1e-5)
+        y, _, gradients = run(None, (q, k, v), *row_arrays(lengths), dout)
+        assert_same((y, *gradients), dense_documents(lengths, q, k, v, dout), 1e-5)
 
 
 @pytest.mark.parametrize("context", [2, 3, 4, 8])
@@ -179,26 +168,10 @@ def _intervals_of_rank(ids, positions, rank, context, block):
     return jax.tree.map(lambda x: x[rank], everything)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 6, 8])
-def test_in_pairs_every_rank_meets_all_keys_and_they_come_home(ranks):
-    order, held = RingOrder.of(ranks, uniform_program=False), list(range(ranks))
-    met = [[] for _ in held]
-    for step in range(ranks):
-        assert held == [order.source(rank, step) for rank in range(ranks)]
-        for rank, keys in enumerate(held):
-            met[rank].append(keys)
-        for a, b in order.pairs(step + 1):
-            assert (order.is_upper(a, step + 1), order.is_upper(b, step + 1)) == (0, 1)
-            held[a], held[b] = held[b], held[a]
-    assert held == list(range(ranks))
-    assert all(sorted(of_rank) == held for of_rank in met)
-    assert [[rank, *order.sources(rank)] for rank in range(ranks)] == met
-
-
-@pytest.mark.parametrize("exchange", ["ring", "all_gather", "pairs"])
+@pytest.mark.parametrize("exchange", ["ring", "all_gather", "in a stage"])
 def test_the_exchange_is_the_one_asked_for(exchange):
     """All give the same numbers; the compiled program shows which collective moved the keys and values."""
-    is_uniform = exchange != "pairs"
+    is_uniform = exchange != "in a stage"
 
     def rank(qkv, ids, positions):
         segments = make_segments(
@@ -217,21 +190,7 @@ def test_the_exchange_is_the_one_asked_for(exchange):
     assert ("all_gather" in program) == (exchange != "ring")
 
 
-def test_pairs_need_an_even_number_of_ranks():
-    run = on_context(
-        lambda _, qkv, segments: packed_attention(
-            *qkv, segments, scale=SCALE, exchange="ring", backend="xla"
-        ),
-        3,
-        block=8,
-        uniform_program=False,
-    )
-    qkv = tuple(np.zeros((12, *s), np.float32) for s in ((H, D), (K, D), (K, V)))
-    with pytest.raises(ValueError, match="3 context ranks"):
-        run(None, qkv, *row_arrays([12], 12), np.zeros((12, H, V), np.float32))
-
-
-def test_pairs_may_stand_where_other_stages_run_something_else():
+def test_an_exchange_may_stand_where_other_stages_run_something_else():
     """Ranks of the first stage exchange keys; those of the second one never reach that line."""
     devices = np.array(jax.devices()[:8]).reshape(4, 2)
     mesh = jax.sharding.Mesh(devices, ("context", "pipeline"))

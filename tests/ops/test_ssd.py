@@ -1,7 +1,5 @@
 """Scan and convolution: packed equals each document alone, step by step, on every context size."""
 
-from typing import Literal
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.scan import state_passing
 from jaxthd.ops.scan.ssd import ssd
-from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.segments import make_segments
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
 
@@ -116,32 +114,28 @@ def test_convolution_equals_each_document_alone(context, silu):
             assert_same((y[:real], dw, dbias, dx), (want_y[:real], want_dw, dz.sum(0), want_dx), 1e-10)
 
 
-@pytest.mark.parametrize(
-    ("context", "layout"), [(1, "buffer"), (2, "buffer"), (4, "buffer"), (2, "document"), (4, "document")]
-)
-def test_the_last_inputs_of_a_prompt_are_its_documents_alone(
-    context: int, layout: Literal["buffer", "document"]
-):
+@pytest.mark.parametrize("context", [1, 2, 4])
+def test_the_last_inputs_of_a_prompt_are_its_documents_alone(context: int):
     """Prompts have any length, also shorter than the taps; the ranks' results are summed."""
-    rng, round_to, capacity = np.random.default_rng(3), 8, 2 * CAPACITY
+    rng = np.random.default_rng(3)
 
     def rank(ends, x, ids, positions):
-        segments = make_segments(ids[None], positions[None], block=8, axis="context", layout=layout)
+        segments = make_segments(ids[None], positions[None], block=8, axis="context")
         return jax.lax.psum(last_inputs(x, *ends, TAPS, segments), "context")
 
     everywhere, spread = PartitionSpec(), PartitionSpec("context")
     specs = {"in_specs": (everywhere, spread, spread, spread), "out_specs": everywhere, "check_vma": False}
     run = jax.jit(jax.shard_map(rank, mesh=context_mesh(context), **specs))
     for lengths in CASES.values():
-        x = rng.normal(size=(capacity, 5)).astype(np.float32)
-        ids, positions = row_arrays(lengths, capacity, round_to)
+        x = rng.normal(size=(CAPACITY, 5)).astype(np.float32)
+        ids, positions = row_arrays(lengths)
         first, last = np.full((2, 1, 12), -1, np.int32)
         want = np.zeros((12, TAPS - 1, 5), np.float32)
-        for d, span in enumerate(spans(lengths, round_to)):
+        for d, span in enumerate(spans(lengths)):
             first[0, d], last[0, d] = span.start, rng.integers(span.start, span.stop)
             seen = x[span.start : last[0, d] + 1][1 - TAPS :]
             want[d, TAPS - 1 - len(seen) :] = seen
-        order = ContextLayout(layout, context, round_to).permutation(ids)
+        order = DualChunkSwap(context).permutation(CAPACITY)
         found = run((first, last), x[order], ids[order], positions[order])
         np.testing.assert_array_equal(found, want)
 

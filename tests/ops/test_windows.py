@@ -1,7 +1,6 @@
 """Attention in a sliding window, with sinks: packed equals each document alone, on every context size."""
 
 from itertools import product
-from typing import Any
 
 import jax
 import numpy as np
@@ -44,10 +43,10 @@ def dense_document(q, k, v, sink, dout, window):
     )
 
 
-def dense_documents(lengths, round_to, q, k, v, sink, dout, window):
+def dense_documents(lengths, q, k, v, sink, dout, window):
     want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
     d_sink = np.zeros(H)
-    for span in spans(lengths, round_to):
+    for span in spans(lengths):
         *parts, of_sink = dense_document(q[span], k[span], v[span], sink, dout[span], window)
         d_sink += of_sink
         for whole, part in zip(want, parts, strict=True):
@@ -55,57 +54,52 @@ def dense_documents(lengths, round_to, q, k, v, sink, dout, window):
     return *want, d_sink
 
 
-def compare(context: int, exchange: str, layout: Any, window: int, backend: str = "xla") -> None:
+def compare(context: int, exchange: str, window: int, backend: str = "xla") -> None:
     """Windows from ALL on are no windows: full attention with sinks."""
     rng = np.random.default_rng(window)
-    capacity, round_to = (CAPACITY, 1) if layout == "buffer" else (2 * CAPACITY, 8)
 
     def attend(sink, qkv, segments):
         exchanged = {"exchange": exchange, "backend": backend, "in_window": window < ALL}
         return packed_attention(*qkv, segments, scale=SCALE, sink_H=sink, **exchanged)
 
-    sizes: Any = {"block": 8, "round_to": round_to, "documents": 9, "window": window}
-    run = on_context(attend, context, layout=layout, **sizes)
+    run = on_context(attend, context, block=8, documents=9, window=window)
     dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
     for lengths in CASES.values():
-        q, k, v, dout = (rng.normal(size=(capacity, *s)) for s in ((H, D), (K, D), (K, V), (H, V)))
+        q, k, v, dout = (rng.normal(size=(CAPACITY, *s)) for s in ((H, D), (K, D), (K, V), (H, V)))
         given = [x.astype(dtype) for x in (q, k, v, rng.normal(size=H), dout)]
-        y, d_sink, gradients = run(
-            given[3], tuple(given[:3]), *row_arrays(lengths, capacity, round_to), given[4]
-        )
-        want = dense_documents(lengths, round_to, *(x.astype(np.float64) for x in given), window)
+        y, d_sink, gradients = run(given[3], tuple(given[:3]), *row_arrays(lengths), given[4])
+        want = dense_documents(lengths, *(x.astype(np.float64) for x in given), window)
         assert_same((y, *gradients, d_sink), want, 1e-10 if dtype == np.float64 else 1e-5)
 
 
-MESHES = [(1, "ring", "buffer"), *product((2, 4), ("ring", "all_gather"), ("buffer", "document"))]
+MESHES = [(1, "ring"), *product((2, 4), ("ring", "all_gather"))]
 WINDOWS = (1, 3, 8, 25, 64, ALL)
 TYPICAL = [
-    (1, "ring", "buffer", 3),
-    (4, "ring", "buffer", 25),
-    (4, "ring", "document", 3),
-    (2, "all_gather", "document", 64),
-    (4, "ring", "buffer", ALL),
+    (1, "ring", 3),
+    (4, "ring", 25),
+    (2, "all_gather", 64),
+    (4, "ring", ALL),
 ]
 
 
 @pytest.mark.parametrize(
-    ("context", "exchange", "layout", "window"),
+    ("context", "exchange", "window"),
     [
         run if run in TYPICAL else pytest.param(*run, marks=pytest.mark.exhaustive)
         for run in ((*mesh, window) for mesh, window in product(MESHES, WINDOWS))
-        if run in TYPICAL or (MESHES.index(run[:3]) + WINDOWS.index(run[3])) % 3 == 0
+        if run in TYPICAL or (MESHES.index(run[:2]) + WINDOWS.index(run[2])) % 3 == 0
     ],
 )
-def test_packed_equals_each_document_alone(context, exchange, layout, window):
+def test_packed_equals_each_document_alone(context, exchange, window):
     """Windows shorter than, equal to and longer than documents and context chunks."""
     with jax.enable_x64(True):
-        compare(context, exchange, layout, window)
+        compare(context, exchange, window)
 
 
 def test_sinks_are_the_same_for_fused_back_ends(monkeypatch):
     """They compute calls; the sink enters after these."""
     fake_kernels.install_te(monkeypatch)
-    compare(2, "ring", "buffer", ALL, "te")
+    compare(2, "ring", ALL, "te")
 
 
 def test_blocks_outside_all_windows_are_not_computed():

@@ -74,15 +74,15 @@ def check_sequence(document: Document, batch: Batch, row: dict[str, np.ndarray],
 
 @pytest.mark.parametrize("share_prompts", [True, False])
 @pytest.mark.parametrize(
-    ("context", "round_to", "kind"),
-    [(1, 1, "buffer"), (2, 1, "buffer"), (4, 3, "buffer"), (2, 4, "document"), (4, 8, "document")],
+    ("context", "round_to"),
+    [(1, 1), (2, 1), (4, 3), (2, 4), (4, 8)],
 )
-def test_every_answer_is_what_it_is_alone(context: int, round_to: int, kind: str, share_prompts: bool):
-    layout = ContextLayout(kind, context, round_to)
+def test_every_answer_is_what_it_is_alone(context: int, round_to: int, share_prompts: bool):
+    layout = ContextLayout("buffer", context, round_to)
     for seed in range(3):
         documents = ragged(seed)
-        settings = {"context": context, "audio_ranks": context, "round_to": round_to, "layout": kind}
-        sizes = SIZES | {"capacity": 768 if kind == "document" or not share_prompts else 384}
+        settings = {"context": context, "audio_ranks": context, "round_to": round_to}
+        sizes = SIZES | {"capacity": 384 if share_prompts and round_to < 4 else 768}
         batch, report = pack_row(
             documents, **sizes, **settings, extras=("drawn",), share_prompts=share_prompts
         )
@@ -169,9 +169,7 @@ def test_the_packer_never_exceeds_the_segments_or_slots_of_a_row(share_prompts: 
     ]
     skipped: list[str] = []
     sizes = SIZES | {"capacity": 96, "max_documents": 8, "share_prompts": share_prompts, "round_to": 4}
-    pack = PackDocuments(
-        **sizes, context=2, layout="document", audio_ranks=2, on_skip=lambda key, reason: skipped.append(key)
-    )
+    pack = PackDocuments(**sizes, context=2, audio_ranks=2, on_skip=lambda key, reason: skipped.append(key))
     rows = list(grain.MapDataset.source(documents).pipe(pack))
     assert sorted([*skipped, *(key for row in rows for key in row.report.keys)], key=int) == [
         d.key for d in documents

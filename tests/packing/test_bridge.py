@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.bridge import IGNORED, thd_batch, to_batch
@@ -25,13 +25,12 @@ LENGTHS = ((5, 9), (13,), (1, 3, 6), (16,))
 SLOTS = 20
 
 
-def settings(context: int = 1, layout: Any = "buffer", **data: Any) -> Config:
-    sizes = {"rows": 4, "capacity": 32, "max_documents": 8, "round_to": 4 if layout == "document" else 1}
+def settings(context: int = 1, **data: Any) -> Config:
+    sizes = {"rows": 4, "capacity": 32, "max_documents": 8}
     return Config(
         mesh=MeshConfig(context=context),
         data=DataConfig(**(sizes | data)),
         model=ModelConfig(encoder=None, llm=LLMConfig(pattern="M*", dim=8, vocab_size=50)),
-        compute=ComputeConfig(context_layout=layout),
     )
 
 
@@ -115,11 +114,11 @@ FORMS = {
 
 
 @pytest.mark.parametrize(("shifted", "left", "names"), FORMS.values(), ids=FORMS)
-@pytest.mark.parametrize(("context", "layout"), [(1, "buffer"), (2, "buffer"), (2, "document")])
+@pytest.mark.parametrize("context", [1, 2])
 def test_every_form_holds_the_documents_of_our_packer(
-    shifted: bool, left: bool, names: Sequence[str], context: int, layout: str
+    shifted: bool, left: bool, names: Sequence[str], context: int
 ) -> None:
-    config, given = settings(context, layout), padded(shifted=shifted, left=left)
+    config, given = settings(context), padded(shifted=shifted, left=left)
     if "padding_mask" in names or names[-1] == "seq_lens" or "attention_mask" in names:
         given["attention_mask"] = np.where(
             "position_ids" in names, given["attention_mask"] > 0, given["attention_mask"]
@@ -175,8 +174,8 @@ def test_a_row_without_positions_is_one_document_and_weights_are_kept() -> None:
 def test_embeddings_go_where_their_tokens_would() -> None:
     given, table = padded(shifted=True), np.random.default_rng(1).normal(size=(50, 8)).astype(np.float32)
     embedded = given | {"input_ids": table[given["input_ids"]]}
-    for context, layout in ((1, "buffer"), (2, "buffer"), (2, "document")):
-        config = settings(context, layout)
+    for context in (1, 2):
+        config = settings(context)
         of_ids, of_embeddings = (to_batch(x, config, shifted=True) for x in (given, embedded))
         expected = np.where(of_ids.segment_ids[..., None] > 0, table[of_ids.tokens], 0)
         np.testing.assert_array_equal(of_embeddings.embeddings, expected)
@@ -186,10 +185,10 @@ def test_embeddings_go_where_their_tokens_would() -> None:
 
 
 @pytest.mark.parametrize(("context", "tensor"), [(1, 1), (1, 3), (2, 1), (2, 6), (4, 2)])
-@pytest.mark.parametrize(("own", "layout"), [(1, "buffer"), (2, "buffer"), (2, "document")])
-def test_the_view_pads_the_buffer_by_itself(context: int, tensor: int, own: int, layout: str) -> None:
+@pytest.mark.parametrize("own", [1, 2])
+def test_the_view_pads_the_buffer_by_itself(context: int, tensor: int, own: int) -> None:
     """Every rank elsewhere gets as many tokens, a multiple of 2 * tensor; the documents are all there."""
-    config = settings(own, layout)
+    config = settings(own)
     batch = to_batch(padded(shifted=True), config, shifted=True)
     there = thd_batch(batch, context=context, tensor=tensor, layout=ContextLayout.of(config))
     tokens = there["input_ids"].shape[1]

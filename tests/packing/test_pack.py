@@ -43,9 +43,9 @@ def arrays(batch):
     return {name: x for name, x in batch._asdict().items() if isinstance(x, np.ndarray)}
 
 
-def in_document_order(batch, context, layout="buffer", round_to=1):
+def in_document_order(batch, context):
     """The row's arrays with the context layout undone, R dropped."""
-    back = ContextLayout(layout, context, round_to).inverse(batch.segment_ids[0])
+    back = ContextLayout("buffer", context).inverse(batch.segment_ids[0])
     row = batch._replace(**{name: x[0] for name, x in arrays(batch).items()})
     return row._replace(**{name: getattr(row, name)[back] for name in Batch._fields[:6]})
 
@@ -63,18 +63,16 @@ def supervision(batch, keys):
 
 
 @pytest.mark.parametrize(
-    ("context", "audio_ranks", "round_to", "layout"),
+    ("context", "audio_ranks", "round_to"),
     [
-        (1, 1, 1, "buffer"),
-        (2, 2, 1, "buffer"),
-        (2, 4, 8, "buffer"),
-        (4, 8, 16, "buffer"),
-        (1, 2, 5, "buffer"),
-        (2, 2, 4, "document"),
-        (4, 4, 16, "document"),
+        (1, 1, 1),
+        (2, 2, 1),
+        (2, 4, 8),
+        (4, 8, 16),
+        (1, 2, 5),
     ],
 )
-def test_unpacking_gives_every_document_back(context, audio_ranks, round_to, layout):
+def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
     for seed in range(6):
         documents = random_documents(seed, 6)
         batch, report = pack_row(
@@ -83,9 +81,8 @@ def test_unpacking_gives_every_document_back(context, audio_ranks, round_to, lay
             context=context,
             audio_ranks=audio_ranks,
             round_to=round_to,
-            layout=layout,
         )
-        row = in_document_order(batch, context, layout, round_to)
+        row = in_document_order(batch, context)
         assert sorted(report.keys) == sorted(d.key for d in documents)
         ids = row.segment_ids[row.segment_ids > 0]
         assert (np.diff(ids) >= 0).all()
@@ -148,16 +145,14 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
 
-@pytest.mark.parametrize(
-    ("context", "round_to", "layout"), [(1, 1, "buffer"), (4, 1, "buffer"), (2, 4, "document")]
-)
-def test_tokens_ahead_are_the_documents_own(context, round_to, layout):
+@pytest.mark.parametrize(("context", "round_to"), [(1, 1), (4, 1), (2, 4)])
+def test_tokens_ahead_are_the_documents_own(context, round_to):
     """By position: the token, the audio slot and the supervised target, or that there is none."""
     depths, documents = (
         3,
         [*random_documents(4, 6), *(random_document(np.random.default_rng(i), f"{i}", 1) for i in range(2))],
     )
-    kwargs = {"context": context, "audio_ranks": context, "round_to": round_to, "layout": layout}
+    kwargs = {"context": context, "audio_ranks": context, "round_to": round_to}
     batch, report = pack_row(documents, **SIZES, **kwargs, depths=depths)
     without, _ = pack_row(documents, **SIZES, **kwargs)
     assert sum(x.nbytes for name, x in arrays(without).items() if name.startswith("future")) == 0
@@ -263,31 +258,6 @@ def test_the_chosen_order_is_no_less_even_than_the_given_one():
         )
 
 
-def test_documents_cut_by_themselves_load_the_ranks_evenly_in_any_order():
-    """Each rank holds the chunks that Transformer Engine gives it of every document, back to back."""
-    documents = random_documents(12, 7)
-    batch, report = pack_row(documents, **SIZES, context=4, round_to=8, layout="document")
-    given, _ = pack_row(documents, **SIZES, context=4, round_to=8, layout="document", order_seed=None)
-    for x, y in zip(batch, given, strict=True):
-        np.testing.assert_array_equal(x, y)
-    assert report.keys == tuple(d.key for d in documents)
-    ids, positions = (x.reshape(4, -1) for x in (batch.segment_ids, batch.positions))
-    start = 0
-    for segment, document in enumerate(documents, 1):
-        padded = -(-len(document) // 8) * 8
-        chunk, taken = padded // 8, slice(start, start + padded // 4)
-        for rank in range(4):
-            slots = np.arange(padded).reshape(8, chunk)[[rank, 7 - rank]].ravel()
-            real = slots < len(document)
-            np.testing.assert_array_equal(ids[rank, taken], np.where(real, segment, 0))
-            np.testing.assert_array_equal(positions[rank, taken], np.where(real, slots, 0))
-        start = taken.stop
-    assert not ids[:, start:].any()
-    long = Document.splice("long", [1] * 384, [True] * 384, [], AUDIO)
-    even = pack_row([long], **SIZES, context=4, round_to=8, layout="document")[1].imbalance
-    assert even == 1.0
-
-
 @pytest.mark.parametrize(
     ("audio_capacity", "ranks", "share"),
     [
@@ -324,7 +294,5 @@ def test_what_does_not_fit_is_refused():
         pack(documents, audio_capacity=frames, audio_ranks=frames // 8, longest_chunk=8)
     with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)
-    with pytest.raises(ValueError, match=r"tokens, not a multiple of 2 \* context = 4"):
-        pack(documents, context=2, layout="document")
     with pytest.raises(ValueError, match="has 3 mel bands, expected 80"):
         pack(documents, num_mels=80)

@@ -37,9 +37,9 @@ def test_lengths_and_offsets_of_one_row(lengths, round_to, total_multiple, padde
     assert view.qkv_format == "thd"
 
 
-@pytest.mark.parametrize(("context", "layout"), [(1, "buffer"), (2, "buffer"), (2, "document")])
-def test_offsets_are_where_the_documents_lie_before_the_context_layout(context, layout):
-    settings = {"context": context, "audio_ranks": context, "round_to": 4, "layout": layout}
+@pytest.mark.parametrize("context", [1, 2])
+def test_offsets_are_where_the_documents_lie_before_the_context_layout(context):
+    settings = {"context": context, "audio_ranks": context, "round_to": 4}
     packed = [pack_row(random_documents(n, n), **SIZES, **settings) for n in (6, 3, 0)]
     view = thd_view(concatenate_rows([row for row, _ in packed]), round_to=4)
     assert view.cu_seqlens.shape == view.cu_seqlens_padded.shape == (3, 7)
@@ -51,7 +51,7 @@ def test_offsets_are_where_the_documents_lie_before_the_context_layout(context, 
         expected = np.zeros(SIZES["capacity"], int)
         for s in range(documents):
             expected[starts[s] : starts[s] + cu[s + 1] - cu[s]] = s + 1
-        np.testing.assert_array_equal(in_document_order(batch, context, layout, 4).segment_ids, expected)
+        np.testing.assert_array_equal(in_document_order(batch, context).segment_ids, expected)
         assert cu[documents] == report.real_tokens
         assert view.max_seqlen[row] == max(np.diff(starts[: documents + 1]), default=0)
 

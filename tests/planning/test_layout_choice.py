@@ -66,7 +66,7 @@ def test_a_run_keeps_the_layout_on_its_mesh(tmp_path: Path, capsys: pytest.Captu
 
 def test_what_is_not_left_open_is_not_chosen(tmp_path: Path):
     asked = config(tmp_path, 3)
-    asked = replace(asked, compute=ComputeConfig(context_layout="document"))
+    asked = replace(asked, compute=ComputeConfig(context_layout="whole"))
     one = config(tmp_path, 3, context=1)
     for given in (asked, one):
         assert with_layout(given, tmp_path) == given

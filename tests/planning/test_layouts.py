@@ -15,7 +15,6 @@ from jaxthd.planning.layouts import (
     MULTIPLY_ADDS_PER_BYTE,
     attention_bytes,
     compare_layouts,
-    exchange_bytes,
     laid_out,
     layout_recommendation,
     mamba_bytes,
@@ -43,9 +42,9 @@ def text_of(tokens: list[int]) -> Lengths:
 def test_padding_and_imbalance_are_those_of_the_rows_packed():
     lengths = np.random.default_rng(0).integers(1, 200, 60).tolist()
     stream, found = text_of(lengths), compare_layouts(text_of(lengths), config("M*-"), WORK)
-    assert {cost.layout for cost in found} == {"buffer", "document", "whole"}
+    assert {cost.layout for cost in found} == {"buffer", "whole"}
     for cost in found:
-        data, imbalances, real, pairs = cost.config.data, [], 0, 0
+        imbalances, real, pairs = [], 0, 0
         outcome = simulate(stream, cost.config, WORK)
         placements = outcome.placements or [None] * len(outcome.buffers)
         for buffer, placement in zip(outcome.buffers, placements, strict=True):
@@ -55,9 +54,7 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
             ]
             sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": 480, "context": 4}
             sizes |= {"shares": Shares.of(cost.config), "placement": placement}
-            batch, report = pack_row(
-                documents, capacity=480, round_to=data.round_to, layout=cost.layout, **sizes
-            )
+            batch, report = pack_row(documents, capacity=480, layout=cost.layout, **sizes)
             imbalances.append(report.imbalance)
             real += report.real_tokens
             pairs += (batch.positions + 1)[batch.segment_ids > 0].sum()
@@ -78,29 +75,24 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
         forward = (cost.mamba_bytes + cost.attention_bytes) / 2 * MULTIPLY_ADDS_PER_BYTE
         assert cost.exchange == pytest.approx(forward / real_tokens_of_a_rank)
         assert cost.slots == pytest.approx(WORK[0] / (1 - cost.padding))
-    assert {cost.config.data.round_to for cost in found} == {1, 8}
 
 
 @pytest.mark.parametrize(
     ("pattern", "lengths", "work", "best", "decides"),
     [
         ("M*-", [160], 0.0, "buffer", "bytes in a Mamba2 layer and"),
-        ("*", [200], 0.0, "document", "attention work of 1.00 of the mean, against"),
-        ("-", [9], 1000.0, "buffer", "padding of 0.6% against 43.8%"),
         ("M*", [60], 0.0, "whole", " 0 bytes in a Mamba2 layer and 0 in one of attention, against"),
     ],
 )
 def test_the_verdict_names_what_decides(
     pattern: str, lengths: list[int], work: float, best: str, decides: str
 ):
-    compared = compare_layouts(text_of(lengths * 600), config(pattern), (work, 0.0))
-    costs = [cost for cost in compared if best == "whole" or cost.layout != "whole"]
+    costs = compare_layouts(text_of(lengths * 600), config(pattern), (work, 0.0))
     assert costs[0].layout == best
     assert costs[0].total < costs[1].total
     sentence = layout_recommendation(costs)
     assert f"--compute.context-layout {best}" in sentence
     assert decides in sentence
-    assert ("--data.round-to 8" in sentence) == (best == "document")
 
 
 def test_a_layout_that_skips_documents_is_not_recommended_and_one_without_buffers_left_out():
@@ -109,68 +101,44 @@ def test_a_layout_that_skips_documents_is_not_recommended_and_one_without_buffer
     never = replace(plain, compute=replace(plain.compute, context_cuts=0))
     costs = compare_layouts(text_of([9, 30, 100, 60, 200] * 50), never, WORK)
     assert {cost.layout: cost.skipped for cost in costs} == pytest.approx(
-        {"buffer": 0.0, "document": 0.0, "whole": 0.2}, abs=0.01
+        {"buffer": 0.0, "whole": 0.2}, abs=0.01
     )
     assert costs[-1].layout == "whole"
-    assert "of the documents, not 0.0%" in layout_recommendation(costs[1:])
+    assert "of the documents, not 0.0%" in layout_recommendation(costs)
     costs = compare_layouts(text_of([200] * 50), never, WORK)
-    assert {cost.layout for cost in costs} == {"buffer", "document"}
+    assert {cost.layout for cost in costs} == {"buffer"}
     assert "no other layout fills a buffer" in layout_recommendation(costs[:1])
 
 
 def test_what_is_compared_does_not_depend_on_the_layout_configured():
     stream = text_of([9, 30, 100] * 50)
-    plain = config("M*-", round_to=1)
-    set_up = config("M*-", round_to=8)
-    set_up = replace(set_up, compute=replace(set_up.compute, context_layout="document"))
+    plain = config("M*-")
+    set_up = replace(plain, compute=replace(plain.compute, context_layout="whole"))
     for a, b in zip(compare_layouts(stream, plain, WORK), compare_layouts(stream, set_up, WORK), strict=True):
         assert a == b
 
 
-def test_activations_grow_with_the_tokens_and_states_do_not():
+def test_states_do_not_grow_with_the_tokens():
     short, long = config("M"), config("M", capacity=960)
     assert mamba_bytes(short) == mamba_bytes(long) == 2 * state_bytes(short.model.llm, 4, 4)
-    by_document = [replace(c, compute=replace(c.compute, context_layout="document")) for c in (short, long)]
-    assert mamba_bytes(by_document[1]) == 2 * mamba_bytes(by_document[0])
-    assert mamba_bytes(by_document[0]) == exchange_bytes(short.model.llm, 4, 2 * 480 / 4, 4)
     # 16 ranks pass states in 4 steps, with two shifts and a sum: fewer than the 15 that an all-gather brings.
     assert 2 * state_bytes(short.model.llm, 8, 4) > state_bytes(short.model.llm, 16, 4)
 
 
-def test_what_is_compared_is_possible() -> None:
-    """Among pipeline stages the layout "whole" needs all-gather where context ranks make no pairs."""
-    stream, plain = text_of([60] * 200), config("M*")
-    plain = replace(plain, model=ModelConfig(llm=replace(plain.model.llm, mamba_heads=12)))
-    for context, exchange in ((4, "ring"), (3, "all_gather")):
-        staged = replace(plain, mesh=replace(plain.mesh, pipeline=2, context=context))
-        assert staged.compute.context_exchange == "ring"
-        costs = {cost.layout: cost for cost in compare_layouts(stream, staged, WORK)}
-        assert {layout: cost.config.compute.context_exchange for layout, cost in costs.items()} == {
-            "whole": exchange,
-            "buffer": "ring",
-            "document": "ring",
-        }
-        text = layout_recommendation([costs.pop("whole"), *costs.values()])
-        assert ("--compute.context-exchange all_gather" in text) == (context == 3)
+def test_among_stages_keys_are_gathered() -> None:
+    staged = replace(config("*"), mesh=MeshConfig(context=4, pipeline=2))
+    gathering = replace(staged.compute, context_exchange="all_gather")
+    assert attention_bytes(staged, 120) == attention_bytes(replace(staged, compute=gathering), 120)
+    assert attention_bytes(staged, 120) == 2 * 120 * 2 * 2 * 32 * 4 * 2 * 3
 
 
 @pytest.mark.parametrize(
-    ("pattern", "refused", "changes"),
-    [
-        ("M*", "whole", {"mamba_conv": 6}),
-        ("D*", "whole", {"delta": DeltaConfig(conv=6)}),
-        ("M*", "document", {"mamba_heads": 2}),
-        ("D*", "document", {"delta": DeltaConfig(value_heads=2, key_heads=2)}),
-    ],
+    ("pattern", "changes"), [("M*", {"mamba_conv": 6}), ("D*", {"delta": DeltaConfig(conv=6)})]
 )
-def test_layouts_that_the_validator_refuses_are_not_offered(
-    pattern: str, refused: str, changes: dict[str, Any]
-) -> None:
+def test_layouts_that_the_validator_refuses_are_not_offered(pattern: str, changes: dict[str, Any]) -> None:
     plain = config(pattern)
     given = replace(plain, model=ModelConfig(None, replace(plain.model.llm, **changes)))
-    assert set(possible_layouts(given)) == {"buffer", "document", "whole"} - {refused}
-    on_two = replace(given, mesh=MeshConfig(context=2))
-    assert (refused in possible_layouts(on_two)) == (refused == "document"), "two ranks can share two heads"
+    assert possible_layouts(given) == ["buffer"]
     for layout in get_args(LayoutKind):
         found = findings(laid_out(given, layout), DeviceFacts("cpu", 4, "cpu"))
-        assert any("context_layout" in x.found + x.change for x in found) == (layout == refused)
+        assert any("context_layout" in x.found + x.change for x in found) == (layout == "whole")

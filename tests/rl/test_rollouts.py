@@ -113,11 +113,7 @@ def weights(dtype: str) -> tuple[Any, Any]:
 
 def config_on(mesh: MeshConfig, layout: str = "buffer", dtype: str = "float64") -> Config:
     """Its pages have room for the same recordings on every mesh. Unlike stages cannot exchange by a ring."""
-    data = replace(
-        CONFIG.data,
-        audio_capacity=CONFIG.data.audio_capacity * mesh.audio_ranks,
-        round_to=2 * mesh.context if layout == "document" else 1,
-    )
+    data = replace(CONFIG.data, audio_capacity=CONFIG.data.audio_capacity * mesh.audio_ranks)
     exchange = "all_gather" if mesh.pipeline > 1 else "ring"
     compute = replace(CONFIG.compute, dtype=dtype, context_layout=layout, context_exchange=exchange)
     return replace(CONFIG, mesh=mesh, data=data, compute=compute)
@@ -215,7 +211,7 @@ def test_recorded_log_probs_are_those_of_each_document_alone(expected: list[list
 @pytest.mark.parametrize(
     ("mesh", "layout"),
     [
-        (MeshConfig(data=2, context=2), "document"),
+        (MeshConfig(data=2, context=2), "buffer"),
         *(
             pytest.param(mesh, layout, marks=pytest.mark.exhaustive)
             for mesh, layout in [
@@ -251,7 +247,7 @@ def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
             groups = drawn(own)
             assert own.counts.refills > 0
             assert_scored_alike(groups, "float64", 1e-10)
-            assert_same_answers(drawn(engine(MeshConfig(context=2), "document")), groups)
+            assert_same_answers(drawn(engine(MeshConfig(context=2))), groups)
     finally:
         for each in cached:
             each.cache_clear()
@@ -261,7 +257,7 @@ def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
 def test_answers_are_drawn_on_another_mesh_than_the_one_of_the_weights(expected: list[list[Rollout]]):
     mesh, of_rollouts = MeshConfig(pipeline=2, tensor=2), MeshConfig(data=2, context=2)
     with jax.enable_x64(True):
-        config = config_on(of_rollouts, "document")
+        config = config_on(of_rollouts)
         config = replace(config, mesh=mesh, rollout=replace(config.rollout, mesh=of_rollouts))
         blueprint, devices = Blueprint(config), make_mesh(mesh)
         on = state_shardings(blueprint, devices)

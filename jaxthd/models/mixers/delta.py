@@ -1,9 +1,7 @@
 """The gated delta rule's layer (Yang et al., Gated Delta Networks, 2024), as in Qwen3-Next (2025).
 
 Legend: N tokens, D model dim, H value heads, V value dim, G key heads, K key dim, I = H V, U = G K,
-C = 2 U + I channels of the convolution; in decoding n documents of this rank. What the rule takes: L tokens,
-h value heads, g key heads, c channels. These are N, H, G, C, or, where heads are sharded over R context
-ranks, all tokens of the rows, H / R and a share of the rest (ops/head_exchange.py).
+C = 2 U + I channels of the convolution; in decoding n documents of this rank.
 """
 
 import math
@@ -21,7 +19,6 @@ from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.delta.cuts import outputs_and_states
 from jaxthd.ops.delta.rule import DeltaInputs
-from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
@@ -71,27 +68,27 @@ class GatedDelta(nnx.Module):
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._inputs(x_ND, self._project(x_ND), segments)
         nowhere = jnp.zeros(0, jnp.int32)
-        y_LhV, _ = outputs_and_states(inputs, scan_segments(segments), nowhere, chunk=self.chunk)
-        return self._finish(to_tokens(y_LhV, segments, x_ND.dtype), x_ND)
+        y_NHV, _ = outputs_and_states(inputs, segments, nowhere, chunk=self.chunk)
+        return self._finish(y_NHV, x_ND)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """State: the convolution's last inputs and the rule's state, at the end of each prompt."""
-        projected, rows = self._project(x_ND), scan_segments(segments)
+        projected = self._project(x_ND)
         inputs = self._inputs(x_ND, projected, segments)
-        ends = rows.local_index(prompts.ends.last)
-        y_LhV, state_DhKV = outputs_and_states(inputs, rows, ends, chunk=self.chunk)
-        inputs_NC = self._side_by_side(projected)[:, 0]
+        ends = segments.local_index(prompts.ends.last)
+        y_NHV, state_DHKV = outputs_and_states(inputs, segments, ends, chunk=self.chunk)
+        inputs_NC = jnp.concatenate(projected, axis=1)
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_v.shape[0], segments)
-        share = prompts.share if segments.in_order is None else prompts.share_heads
-        state = [prompts.share(last_DkC, segments), share(state_DhKV, segments)]
-        return Prefilled(self._finish(to_tokens(y_LhV, segments, x_ND.dtype), x_ND), [], state)
+        state = [prompts.share(x, segments) for x in (last_DkC, state_DHKV)]
+        return Prefilled(self._finish(y_NHV, x_ND), [], state)
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         last_nkC, state_nHKV = state
-        window_nKC = jnp.concatenate([last_nkC, self._side_by_side(self._project(x_nD))], axis=1)
-        convolved_nC = jax.nn.silu((window_nKC * self._taps(x_nD.dtype)[:, 0]).sum(axis=1))
+        new_nC = jnp.concatenate(self._project(x_nD), axis=1)
+        window_nKC = jnp.concatenate([last_nkC, new_nC[:, None]], axis=1)
+        convolved_nC = jax.nn.silu((window_nKC * self._taps(x_nD.dtype)).sum(axis=1))
         given = self._by_head(convolved_nC, self._decays(x_nD), self._rates(x_nD))
         acc = state_nHKV.dtype
         q_nHK, k_nHK = (
@@ -109,28 +106,16 @@ class GatedDelta(nnx.Module):
     def _project(self, x_ND: Array) -> Convolved:
         return Convolved(self.q(x_ND), self.k(x_ND), self.v(x_ND))
 
-    def _side_by_side(self, projected: Convolved, ranks: int = 1) -> Array:
-        """q, k and v of each rank's heads, [L, ranks, c]; a key head whose value heads lie on several is
-        repeated."""
-        *shared, v_LI = projected
-        groups = shared[0].shape[1] // self.key_dim
-        repeats = math.lcm(groups, ranks) // groups
-        q_LGK, k_LGK = (x.reshape(len(x), groups, -1).repeat(repeats, axis=1) for x in shared)
-        return jnp.concatenate([x.reshape(len(x), ranks, -1) for x in (q_LGK, k_LGK, v_LI)], axis=2)
-
-    def _taps(self, dtype: Any, ranks: int = 1) -> Array:
-        """This rank's taps of the convolution, [taps, ranks, c]."""
+    def _taps(self, dtype: Any) -> Array:
+        """This rank's taps of the convolution, [taps, C]."""
         q_KU, k_KU = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_q, self.conv_k))
-        return self._side_by_side(Convolved(q_KU, k_KU, self.conv_v[...]), ranks).astype(dtype)
+        return jnp.concatenate([q_KU, k_KU, self.conv_v[...]], axis=1).astype(dtype)
 
     def _inputs(self, x_ND: Array, projected: Convolved, segments: Segments) -> DeltaInputs:
-        ranks = head_ranks(segments)
-        inputs_Lc = to_heads(self._side_by_side(projected, ranks), segments)[:, 0]
-        taps_Kc = own_heads(self._taps(x_ND.dtype, ranks), segments, axis=1)[:, 0]
-        no_bias_c = jnp.zeros(taps_Kc.shape[1], taps_Kc.dtype)
-        convolved_Lc = causal_conv(inputs_Lc, taps_Kc, no_bias_c, scan_segments(segments), silu=True)
-        decays_Lh, rates_Lh = (to_heads(f(x_ND), segments) for f in (self._decays, self._rates))
-        return self._by_head(convolved_Lc, decays_Lh, rates_Lh)
+        inputs_NC, taps_KC = jnp.concatenate(projected, axis=1), self._taps(x_ND.dtype)
+        no_bias_C = jnp.zeros(taps_KC.shape[1], taps_KC.dtype)
+        convolved_NC = causal_conv(inputs_NC, taps_KC, no_bias_C, segments, silu=True)
+        return self._by_head(convolved_NC, self._decays(x_ND), self._rates(x_ND))
 
     def _decays(self, x_ND: Array) -> Array:
         """Logarithms, at most 0, [N, H], in promote(float32, x)."""
@@ -141,13 +126,13 @@ class GatedDelta(nnx.Module):
     def _rates(self, x_ND: Array) -> Array:
         return jax.nn.sigmoid(self.rate(x_ND).astype(accumulation_dtype(x_ND)))
 
-    def _by_head(self, convolved_Lc: Array, decay_Lh: Array, rate_Lh: Array) -> DeltaInputs:
-        """convolved_Lc: q, k and v side by side."""
-        keys = (convolved_Lc.shape[1] - decay_Lh.shape[1] * self.value_dim) // 2
-        q_Lgk, k_Lgk, v_LI = jnp.split(convolved_Lc, (keys, 2 * keys), axis=1)
-        q_LgK, k_LgK = (x.reshape(len(x), -1, self.key_dim) for x in (q_Lgk, k_Lgk))
-        v_LhV = v_LI.reshape(*decay_Lh.shape, -1)
-        return DeltaInputs(_unit(q_LgK, self.key_dim**-0.5), _unit(k_LgK), v_LhV, decay_Lh, rate_Lh)
+    def _by_head(self, convolved_NC: Array, decay_NH: Array, rate_NH: Array) -> DeltaInputs:
+        """convolved_NC: q, k and v side by side."""
+        keys = (convolved_NC.shape[1] - decay_NH.shape[1] * self.value_dim) // 2
+        q_NU, k_NU, v_NI = jnp.split(convolved_NC, (keys, 2 * keys), axis=1)
+        q_NGK, k_NGK = (x.reshape(len(x), -1, self.key_dim) for x in (q_NU, k_NU))
+        v_NHV = v_NI.reshape(*decay_NH.shape, -1)
+        return DeltaInputs(_unit(q_NGK, self.key_dim**-0.5), _unit(k_NGK), v_NHV, decay_NH, rate_NH)
 
     # --- after the rule ---
 
@@ -157,11 +142,11 @@ class GatedDelta(nnx.Module):
         return self.out((normed_NI * gate_NI).astype(x_ND.dtype))
 
 
-def _unit(x_LGK: Array, length: float = 1.0) -> Array:
+def _unit(x_NGK: Array, length: float = 1.0) -> Array:
     """Each head's vector with this length, computed in promote(float32, x)."""
-    x = x_LGK.astype(accumulation_dtype(x_LGK))
+    x = x_NGK.astype(accumulation_dtype(x_NGK))
     squares = jnp.square(x).sum(-1, keepdims=True)
-    return (length * x * jax.lax.rsqrt(squares + UNIT_EPS)).astype(x_LGK.dtype)
+    return (length * x * jax.lax.rsqrt(squares + UNIT_EPS)).astype(x_NGK.dtype)
 
 
 LONGEST_CHUNK = 64

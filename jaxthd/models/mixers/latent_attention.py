@@ -125,9 +125,10 @@ class LatentAttention(nnx.Module):
         return keys_RHn, values_RHV
 
     def _attend(self, q: tuple[Array, Array], kept_NC: Array, segments: Segments) -> Array:
-        """With all-gather the ranks exchange what is kept, and each expands all of it."""
+        """Where keys are gathered the ranks exchange what is kept, and each expands all of it."""
         q_NHd = self._filled(jnp.concatenate(q, axis=-1))
-        if self.exchange == "all_gather" and segments.context > 1 and segments.cut is None:
+        gathers = self.exchange == "all_gather" or not segments.uniform_program
+        if gathers and segments.context > 1 and segments.cut is None:
             kept_RNC = jax.lax.all_gather(kept_NC, segments.axis)
             with dropout.of_all_ranks(segments.axis):
                 pair = self._expanded(kept_RNC.reshape(-1, self.sizes.kept))

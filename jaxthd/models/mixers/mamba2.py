@@ -1,9 +1,7 @@
 """Mamba2 (Dao and Gu, 2024), as in Nemotron-H (2025) and Nemotron 3 (2025).
 
 Legend: N tokens, D model dim, H heads, P head dim, G groups, S state, I inner dim (H * P), U = G S,
-C = I + 2 U channels of the convolution, K taps; in decoding n documents of this rank. What the scan takes: L
-tokens, h heads, c channels. These are N, H, C, or, where heads are sharded over R context ranks, all tokens
-of the rows, H / R and a share of the channels (ops/head_exchange.py).
+C = I + 2 U channels of the convolution, K taps; in decoding n documents of this rank.
 """
 
 import math
@@ -20,7 +18,6 @@ from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.backend import settled
 from jaxthd.ops.conv import causal_conv, last_inputs
-from jaxthd.ops.head_exchange import head_ranks, own_heads, scan_segments, to_heads, to_tokens
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.cuts import outputs_and_states
@@ -38,13 +35,13 @@ class Convolved(NamedTuple):
 
 
 class ScanInputs(NamedTuple):
-    """ops/scan/contract.py's arguments, for the heads that this rank scans."""
+    """ops/scan/contract.py's arguments."""
 
-    x: Float[Array, "L h P"]
-    dt: Float[Array, "L h"]
-    a: Float[Array, " h"]
-    b: Float[Array, "L G S"]
-    c: Float[Array, "L G S"]
+    x: Float[Array, "N H P"]
+    dt: Float[Array, "N H"]
+    a: Float[Array, " H"]
+    b: Float[Array, "N G S"]
+    c: Float[Array, "N G S"]
 
 
 class Mamba2(nnx.Module):
@@ -84,28 +81,28 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._scan_inputs(x_ND, self._project(x_ND), segments)
-        y_LhP = scan(*inputs, scan_segments(segments), chunk=self.chunk, backend=self.backend)
-        return self._scan_outputs(y_LhP, inputs.x, x_ND, segments)
+        y_NHP = scan(*inputs, segments, chunk=self.chunk, backend=self.backend)
+        return self._scan_outputs(y_NHP, inputs.x, x_ND)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """State: the convolution's last inputs and the scan's state, at the end of each prompt."""
-        projected, rows = self._project(x_ND), scan_segments(segments)
+        projected = self._project(x_ND)
         inputs = self._scan_inputs(x_ND, projected, segments)
-        ends = rows.local_index(prompts.ends.last)
-        y_LhP, state_DhPS = outputs_and_states(*inputs, rows, ends, chunk=self.chunk)
-        inputs_NC = self._side_by_side(projected)[:, 0]
+        ends = segments.local_index(prompts.ends.last)
+        y_NHP, state_DHPS = outputs_and_states(*inputs, segments, ends, chunk=self.chunk)
+        inputs_NC = jnp.concatenate(projected, axis=1)
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_x.shape[0], segments)
-        share = prompts.share if segments.in_order is None else prompts.share_heads
-        state = [prompts.share(last_DkC, segments), share(state_DhPS, segments)]
-        return Prefilled(self._scan_outputs(y_LhP, inputs.x, x_ND, segments), [], state)
+        state = [prompts.share(x, segments) for x in (last_DkC, state_DHPS)]
+        return Prefilled(self._scan_outputs(y_NHP, inputs.x, x_ND), [], state)
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         last_nkC, state_nHPS = state
-        window_nKC = jnp.concatenate([last_nkC, self._side_by_side(self._project(x_nD))], axis=1)
-        taps_K1C, bias_1C = self._taps(x_nD.dtype)
-        convolved_nC = jax.nn.silu(bias_1C[0] + (window_nKC * taps_K1C[:, 0]).sum(axis=1))
+        new_nC = jnp.concatenate(self._project(x_nD), axis=1)
+        window_nKC = jnp.concatenate([last_nkC, new_nC[:, None]], axis=1)
+        taps_KC, bias_C = self._taps(x_nD.dtype)
+        convolved_nC = jax.nn.silu(bias_C + (window_nKC * taps_KC).sum(axis=1))
         x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._by_head(
             convolved_nC, self._time_steps(x_nD), self._rates(x_nD)
         )
@@ -121,35 +118,17 @@ class Mamba2(nnx.Module):
     def _project(self, x_ND: Array) -> Convolved:
         return Convolved(self.x(x_ND), self.b(x_ND), self.c(x_ND))
 
-    def _side_by_side(self, projected: Convolved, ranks: int = 1) -> Array:
-        """x, B and C of each rank's heads, [L, ranks, c]; a group whose heads lie on several is repeated."""
-        x_LI, *shared = projected
-        groups = shared[0].shape[1] // self.state
-        repeats = math.lcm(groups, ranks) // groups
-        b_LGS, c_LGS = (v.reshape(len(v), groups, -1).repeat(repeats, axis=1) for v in shared)
-        return jnp.concatenate([v.reshape(len(v), ranks, -1) for v in (x_LI, b_LGS, c_LGS)], axis=2)
-
-    def _taps(self, dtype: Any, ranks: int = 1) -> tuple[Array, Array]:
-        """This rank's taps [K, ranks, c] and biases [ranks, c] of the convolution."""
-        b_KC, c_KC = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_b, self.conv_c))
-        b_C, c_C = (own_part(b[...], 0, self.groups, self.mesh) for b in (self.conv_bias_b, self.conv_bias_c))
-        taps_KRc = self._side_by_side(Convolved(self.conv_x[...], b_KC, c_KC), ranks)
-        biases = Convolved(self.conv_bias_x[...][None], b_C[None], c_C[None])
-        return taps_KRc.astype(dtype), self._side_by_side(biases, ranks)[0].astype(dtype)
+    def _taps(self, dtype: Any) -> tuple[Array, Array]:
+        """This rank's taps [K, C] and biases [C] of the convolution."""
+        b_KU, c_KU = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_b, self.conv_c))
+        b_U, c_U = (own_part(b[...], 0, self.groups, self.mesh) for b in (self.conv_bias_b, self.conv_bias_c))
+        taps_KC = jnp.concatenate([self.conv_x[...], b_KU, c_KU], axis=1)
+        return taps_KC.astype(dtype), jnp.concatenate([self.conv_bias_x[...], b_U, c_U]).astype(dtype)
 
     def _scan_inputs(self, x_ND: Array, projected: Convolved, segments: Segments) -> ScanInputs:
-        ranks = head_ranks(segments)
-        taps_KRc, bias_Rc = self._taps(x_ND.dtype, ranks)
-        inputs_Lc = to_heads(self._side_by_side(projected, ranks), segments)[:, 0]
-        convolved_Lc = causal_conv(
-            inputs_Lc,
-            own_heads(taps_KRc, segments, axis=1)[:, 0],
-            own_heads(bias_Rc, segments)[0],
-            scan_segments(segments),
-            silu=True,
-        )
-        dt_Lh = to_heads(self._time_steps(x_ND), segments)
-        return self._by_head(convolved_Lc, dt_Lh, own_heads(self._rates(x_ND), segments))
+        inputs_NC = jnp.concatenate(projected, axis=1)
+        convolved_NC = causal_conv(inputs_NC, *self._taps(x_ND.dtype), segments, silu=True)
+        return self._by_head(convolved_NC, self._time_steps(x_ND), self._rates(x_ND))
 
     def _time_steps(self, x_ND: Array) -> Array:
         acc = accumulation_dtype(x_ND)
@@ -160,21 +139,21 @@ class Mamba2(nnx.Module):
         """Decay rates, negative, in promote(float32, x)."""
         return -jnp.exp(self.a_log[...].astype(accumulation_dtype(x_ND)))
 
-    def _by_head(self, convolved_Lc: Array, dt_Lh: Array, a_h: Array) -> ScanInputs:
-        """convolved_Lc: x, B and C side by side."""
-        n, heads = dt_Lh.shape
+    def _by_head(self, convolved_NC: Array, dt_NH: Array, a_H: Array) -> ScanInputs:
+        """convolved_NC: x, B and C side by side."""
+        n, heads = dt_NH.shape
         inner = heads * (self.conv_x.shape[1] // len(self.a_log[...]))
-        x_LI, b_LU, c_LU = jnp.split(convolved_Lc, (inner, (inner + convolved_Lc.shape[1]) // 2), axis=1)
-        b_LGS, c_LGS = (v.reshape(n, -1, self.state) for v in (b_LU, c_LU))
-        return ScanInputs(x_LI.reshape(n, heads, -1), dt_Lh, a_h, b_LGS, c_LGS)
+        x_NI, b_NU, c_NU = jnp.split(convolved_NC, (inner, (inner + convolved_NC.shape[1]) // 2), axis=1)
+        b_NGS, c_NGS = (v.reshape(n, -1, self.state) for v in (b_NU, c_NU))
+        return ScanInputs(x_NI.reshape(n, heads, -1), dt_NH, a_H, b_NGS, c_NGS)
 
     # --- after the scan ---
 
-    def _scan_outputs(self, y_LhP: Array, x_LhP: Array, x_ND: Array, segments: Segments) -> Array:
+    def _scan_outputs(self, y_NHP: Array, x_NHP: Array, x_ND: Array) -> Array:
         """The sum is in promote(float32, x) and then in x's dtype, in which it goes through memory."""
         acc = accumulation_dtype(x_ND)
-        y_LhP = y_LhP.astype(acc) + own_heads(self.d[...].astype(acc), segments)[:, None] * x_LhP
-        return self._finish(to_tokens(y_LhP.astype(x_ND.dtype), segments, x_ND.dtype), x_ND)
+        y_NHP = y_NHP.astype(acc) + self.d[...].astype(acc)[:, None] * x_NHP
+        return self._finish(y_NHP.astype(x_ND.dtype), x_ND)
 
     def _finish(self, y_NHP: Array, x_ND: Array) -> Array:
         return self.out(self.norm.gated(y_NHP.reshape(len(x_ND), -1), self.z(x_ND)))

@@ -4,7 +4,7 @@ A call takes one packed buffer of queries and one of keys, inside the manual sha
 
     local     causal attention of the buffer to itself, inside each document: query i sees [lo_i, i]
     remote    a run of queries sees a run of another rank's keys, all of it: one dense rectangle a row under
-              the whole-buffer layout, one a document under the per-document layout (packing/segments.py)
+              the whole-buffer layout, one a cut document under "whole" (packing/segments.py)
 
 Where segments continue others (packing/prefixes.py) there is one more for the keys of every rank:
 
@@ -17,7 +17,7 @@ go to the back-end only if it takes any intervals, else to the blockwise one: to
 belongs to one run of queries. Latent attention decodes by the blockwise code always.
 
 The encoder's attention is not such a call: it is bidirectional and has relative positions. It is dense in
-short rows (dense.py), else a band (banded.py), kernels of our own (relative.py) or blockwise.
+short rows (dense.py), else kernels of our own (relative.py) or blockwise.
 
 Legend: N queries, S keys, H query heads, K key/value heads, D query/key dim, V value dim.
 """

@@ -1,7 +1,7 @@
 """How attention gets the keys and values of the other context ranks: passed around, or all gathered before.
 
 Either way the ranks are one loop over what the queries see of each (Segments.remote), so a program does not
-grow with them. The order is that of packing/ring_order.py.
+grow with them.
 
 Legend: N queries and keys of a rank, C context ranks.
 """
@@ -15,6 +15,7 @@ from jax import Array
 from jaxthd.ops.attention.backends import BACKENDS, for_any_intervals
 from jaxthd.ops.attention.contract import AttentionBackend, Call, local_call, prefix_call, remote_call
 from jaxthd.packing.intervals import KeyIntervals
+from jaxthd.packing.rectangles import ring_sources
 from jaxthd.packing.segments import Segments
 
 Pair = tuple[Array, Array]
@@ -35,19 +36,17 @@ def local_parts(segments: Segments, backend: str) -> list[Part]:
     return [local, *_prefix_parts(prefix, segments, backend)]
 
 
-def send(pair: Pair, segments: Segments, step: int) -> Pair:
-    """Sends to where the pair is used in step `step`, from 1 on: to the next rank of the ring, or the two of
-    a pair of ranks exchange what they hold. With a single rank nothing moves.
-    """
+def send(pair: Pair, segments: Segments) -> Pair:
+    """Sends the pair to the next rank of the ring. With a single rank nothing moves."""
     if segments.context == 1:
         return pair
-    move = _exchanged if segments.ring_order.in_pairs else _sent_on
-    first, second = (move(x, segments, step) for x in pair)
+    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
+    first, second = (jax.lax.ppermute(x, segments.axis, ring) for x in pair)
     return first, second
 
 
 def around(
-    visit: Callable[[Any, Pair, list[Part], int], Any],
+    visit: Callable[[Any, Pair, list[Part]], Any],
     state: Any,
     arriving: Pair,
     segments: Segments,
@@ -55,27 +54,20 @@ def around(
 ) -> Any:
     """Visits the keys and values of each other rank as they arrive. Returns the state after the last visit.
 
-    visit: takes (state, keys and values, what to compute of them, ring step). arriving: those of step 1. They
-    are sent on before they are visited, so that the next ones travel meanwhile. All steps but the last are
-    one loop: the program does not grow with the ranks. Only whether the step is odd is known to `visit`: 1
-    or 2; in pairs a turn of the loop has both.
+    visit: takes (state, keys and values, what to compute of them). arriving: those of step 1. They are sent
+    on before they are visited, so that the next ones travel meanwhile. All steps but the last are one loop:
+    the program does not grow with the ranks.
     """
-    keys, steps = _remote_keys(segments), (1, 2) if segments.ring_order.in_pairs else (1,)
+    keys = _remote_keys(segments)
 
     def turn(carry: tuple[Pair, Any], keys: _Keys) -> tuple[Pair, Any]:
         pair, state = carry
-        for step in steps:
-            following = send(pair, segments, step + 1)
-            of_step: _Keys = jax.tree.map(lambda x, step=step: x[step - 1], keys)
-            state = visit(state, pair, _remote_parts(of_step, segments, backend), step)
-            pair = following
-        return pair, state
+        following = send(pair, segments)
+        return following, visit(state, pair, _remote_parts(keys, segments, backend))
 
-    length = (segments.context - 2) // len(steps)
-    turns = jax.tree.map(lambda x: x[:-1].reshape(length, len(steps), *x.shape[1:]), keys)
-    pair, state = _loop(turn, (arriving, state), turns)
+    pair, state = _loop(turn, (arriving, state), jax.tree.map(lambda x: x[:-1], keys))
     last: _Keys = jax.tree.map(lambda x: x[-1], keys)
-    return visit(state, pair, _remote_parts(last, segments, backend), 1)
+    return visit(state, pair, _remote_parts(last, segments, backend))
 
 
 def over_ranks(
@@ -85,25 +77,13 @@ def over_ranks(
 
     visit: takes (state, rank, what to compute of its keys).
     """
-    sources = segments.ring_order.sources(jax.lax.axis_index(segments.axis))
+    sources = ring_sources(jax.lax.axis_index(segments.axis), segments.context)
 
     def turn(state: Any, given: tuple[Array, _Keys]) -> Any:
         source, keys = given
         return visit(state, source, _remote_parts(keys, segments, backend))
 
     return _loop(turn, state, (sources, _remote_keys(segments)))
-
-
-def _sent_on(x: Array, segments: Segments, step: int) -> Array:
-    ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
-    return jax.lax.ppermute(x, segments.axis, ring)
-
-
-def _exchanged(x: Array, segments: Segments, step: int) -> Array:
-    """Only the ranks of a pair take part in it, so other stages need not run it."""
-    order, rank = segments.ring_order, jax.lax.axis_index(segments.axis)
-    both = jax.lax.all_gather(x, segments.axis, axis_index_groups=order.pairs(step))
-    return both[1 - order.is_upper(rank, step)]
 
 
 class _Keys(NamedTuple):

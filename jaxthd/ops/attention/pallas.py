@@ -22,7 +22,6 @@ from jax.experimental import pallas as pl
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.attention import pallas_kernels as kernels
-from jaxthd.ops.attention.batched import seen_from
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.backend import Device, below_capability, not_nvidia
 from jaxthd.ops.numerics import accumulation_dtype
@@ -48,6 +47,15 @@ class Tiles(NamedTuple):
 
 
 FORWARD, BACKWARD = Tiles(128, 64, 8), Tiles(64, 64, 4)
+
+
+def seen_from(ranges_b2: Int32[Array, "b 2"], key_blocks: int) -> Int32[Array, "c 2"]:
+    """For each key block the range of query blocks that holds all that touch it; 0, 0 where none does."""
+    c, b = (jnp.arange(n, dtype=jnp.int32) for n in (key_blocks, len(ranges_b2)))
+    touches_bc = (ranges_b2[:, :1] <= c) & (c < ranges_b2[:, 1:])
+    first_c = jnp.where(touches_bc, b[:, None], len(b)).min(0)
+    end_c = jnp.where(touches_bc, b[:, None] + 1, 0).max(0)
+    return jnp.stack([jnp.minimum(first_c, end_c), end_c], axis=1)
 
 
 def tiles_for(tiles: Tiles, queries: int, dim: int) -> Tiles:

@@ -1,13 +1,13 @@
 """Packed causal attention over the context axis: a ring of rectangles, or gathered keys.
 
 Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
-under the per-document layout, a prefix of each document (packing/segments.py). So all attention is the two
-calls of ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty;
-where segments continue others, one more for the keys of every rank.
+of a document that is cut by itself, a prefix (packing/segments.py). So all attention is the two calls of
+ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty; where
+segments continue others, one more for the keys of every rank.
 Their parts are merged by log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring first sends keys
 and values on, then computes the step. Its backward pass sends (k, v) around again, followed by (dk, dv),
-which end on the rank of their keys. Where not all ranks of the mesh run the same program, neighbours exchange
-in pairs instead (packing/ring_order.py). With all-gather every rank has all keys and values from the start.
+which end on the rank of their keys. With all-gather every rank has all keys and values from the start; so it
+is among pipeline stages, where not all ranks run the same program and no ring can be sent.
 Backward calls take the output and the log-sum-exp over all ranks' keys. A sink, one more score with a value
 of zeros (GPT-OSS, 2025), enters the softmax after the last merge; backward calls then see it in both.
 
@@ -46,7 +46,8 @@ def packed_attention(
     """Causal attention inside each document, and to all of its prefix (segments.prefixes), wherever on the
     context axis their tokens lie; q's dtype.
 
-    exchange: "ring" or "all_gather"; the same result, up to rounding. backend: of BACKENDS. sink: a score of
+    exchange: "ring" or "all_gather"; the same result, up to rounding. Where segments.uniform_program is
+    False, keys are gathered. backend: of BACKENDS. sink: a score of
     each head that stands beside a query's keys in the softmax; differentiable. in_window: only keys of the
     window (segments.windowed), by the blockwise back-end if the other does not take any intervals.
     Padding gives 0 and receives no gradient. Raises ValueError for another back-end.
@@ -63,19 +64,10 @@ def packed_attention(
         return _attention_of_whole(q_NHD, k_NKD, v_NKV, sink_H, segments, **how)
     if in_window:
         segments, backend = segments.in_window, for_any_intervals(backend).name
-    if exchange == "ring" or segments.context == 1:
-        _require_order(segments)
+    if segments.context == 1 or (exchange == "ring" and segments.uniform_program):
         return _ring_attention(q_NHD, k_NKD, v_NKV, sink_H, segments, scale, backend)
     k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
     return _gathered_attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend)
-
-
-def _require_order(segments: Segments) -> None:
-    if segments.context > 1 and not (segments.uniform_program or segments.ring_order.in_pairs):
-        raise ValueError(
-            f'the exchange "ring" among {segments.context} context ranks where not all ranks run one '
-            'program; expected an even number, for pairs: change mesh.context, or use "all_gather"'
-        )
 
 
 def gathered_attention(
@@ -97,7 +89,7 @@ def _attention_of_whole(
     q_NHD: Array, k_NKD: Array, v_NKV: Array, sink_H: Array | None, segments: Segments, **how: Any
 ) -> Array:
     """Under the layout "whole": documents that are whole on this rank; and, if there are cut ones, these, by
-    the first slots of each row, under the per-document layout. Only these slots' keys and values travel.
+    the first slots of each row. Only these slots' keys and values travel.
 
     how: further arguments of packed_attention.
     """
@@ -127,9 +119,7 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
         return x_NKD
     x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
-    if segments.in_order is not None:
-        x_RTKD = gather_in_rows(x_RTKD, segments.in_order.slots)
-    elif segments.cut is not None:
+    if segments.cut is not None:
         x_RTKD = gather_in_rows(x_RTKD, _slots_in_order(segments))
     else:
         x_RTKD = x_RTKD[:, inverse_permutation(segments.swap.permutation(x_RTKD.shape[1]))]
@@ -211,10 +201,10 @@ def _ring_sums(
 ) -> tuple[Array, Array]:
     forward = _Forward(q, scale)
 
-    def visit(sums: _Sums, pair: Pair, parts: list[Part], _: int) -> _Sums:
+    def visit(sums: _Sums, pair: Pair, parts: list[Part]) -> _Sums:
         return forward.added(sums, parts, pair)
 
-    arriving = send((k, v), segments, 1)
+    arriving = send((k, v), segments)
     sums = forward.local(local_parts(segments, backend), (k, v))
     if segments.remote is not None:
         sums = around(visit, sums, arriving, segments, backend)
@@ -242,12 +232,12 @@ def _ring_backward(scale, backend, residuals, dout):
             sums = jax.lax.cond(part.call.is_empty, lambda *sums: sums, partial(visit, part), *sums)
         return sums
 
-    def visit(sums: _Sums, pair: Pair, parts: list[Part], step: int) -> _Sums:
+    def visit(sums: _Sums, pair: Pair, parts: list[Part]) -> _Sums:
         # Gradients of keys and values follow them one hop behind, and end on the rank of their keys.
         dq, *away = added(sums, pair, parts)
-        return dq, *send((away[0], away[1]), segments, step + 1)
+        return dq, *send((away[0], away[1]), segments)
 
-    arriving = send((k, v), segments, 1)
+    arriving = send((k, v), segments)
     local, *more = local_parts(segments, backend)
     dq, dk, dv = added(gradients((k, v), local), (k, v), more)
     if segments.remote is not None:
