@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.config import AdaptConfig, DataConfig
-from jaxthd.data.text.vocabulary import other_tokens, read_vocabulary
+from jaxthd.data.text.published_tokenizer import other_tokens, read_vocabulary
 from jaxthd.errors import UserError
 from jaxthd.parallel.processes import is_first
 

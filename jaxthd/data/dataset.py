@@ -13,12 +13,11 @@ from typing import Any
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
-from jaxthd.data.inventory import Inventory, SetCount
+from jaxthd.data.inventory import Inventory, SetCount, SkipLimit
 from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.position import DataSets
 from jaxthd.data.prompts import Prompt, PromptStream, page_limits
-from jaxthd.data.skip_limit import SkipLimit
 from jaxthd.data.skipped import Listed, SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
@@ -234,41 +233,33 @@ class SpeechData:
         """
         identity = self._identity()
         require_same("what the training documents depend on", identity)
-        loader = make_loader(
+        return self._loader(
             self._training,
             self._train_documents,
-            self._config,
-            rows=rows,
+            self._sources,
+            rows,
             depths=self._config.depths_trained,
             extras=self._objective.extras,
             answers=compares_answers(self._objective),
             mismatched=needs_mismatched(self._objective),
-            on_skip=(on_skip := self._on_skip(self._sources)),
-            on_read=on_skip.read,
             identity=identity,
             sets=self._data_sets(),
             weights=mixing_weights(self._config.data, list(map(len, self._training))),
-            workers=self._workers,
-            prefetch=self._prefetch,
         )
-        return SynchronizedLoader(loader, self.skipped)
 
     def training_once(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
         """One pass over the training documents of a policy, in their order, as `training` packs them."""
-        loader = make_loader(
+        return self._loader(
             self._training,
             self._train_documents,
-            self._config,
-            rows=rows,
+            self._sources,
+            rows,
+            counts_reads=False,
             repeat=False,
             shuffle=False,
             extras=self._objective.extras,
             answers=compares_answers(self._objective),
-            on_skip=self._on_skip(self._sources),
-            workers=self._workers,
-            prefetch=self._prefetch,
         )
-        return SynchronizedLoader(loader, self.skipped)
 
     def digest(self) -> str:
         """Of what the training documents depend on."""
@@ -321,20 +312,24 @@ class SpeechData:
     def _one_pass(
         self, examples: Sequence[Example], name: str, rows: Collection[int] | None, **more: Any
     ) -> SynchronizedLoader:
-        on_skip = self._on_skip([self._validation_sources[name]])
-        loader = make_loader(
-            [examples],
-            self._validation_documents,
-            self._config,
-            rows=rows,
-            repeat=False,
-            shuffle=False,
-            on_skip=on_skip,
-            on_read=on_skip.read,
-            workers=self._workers,
-            prefetch=self._prefetch,
-            **more,
-        )
+        source, documents = self._validation_sources[name], self._validation_documents
+        return self._loader([examples], documents, [source], rows, repeat=False, shuffle=False, **more)
+
+    def _loader(
+        self,
+        examples: Sequence[Sequence[Example]],
+        documents: SpeechDocuments,
+        sources: Sequence[Source],
+        rows: Collection[int] | None,
+        *,
+        counts_reads: bool = True,
+        **more: Any,
+    ) -> SynchronizedLoader:
+        """A loader of these sources' examples. counts_reads: whether the items that it reads are counted."""
+        listed = self._on_skip(sources)
+        more |= {"on_skip": listed, "workers": self._workers, "prefetch": self._prefetch}
+        more |= {"on_read": listed.read} if counts_reads else {}
+        loader = make_loader(examples, documents, self._config, rows=rows, **more)
         return SynchronizedLoader(loader, self.skipped)
 
     def close(self) -> None:
@@ -357,7 +352,7 @@ class SpeechData:
         for number, source in enumerate(sources):
             examples, skipped = read_source(source, self._config.data, number)
             usable, others = usable_examples(examples, name, objective, prompts=self._draws)
-            if objective is not None:
+            if objective is not None and self._filter:
                 usable, dropped = self._filter.sift(usable, rates=not self._draws)
                 others += dropped
             if objective is None and self._preferences:

@@ -14,10 +14,11 @@ import grain
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.mixing import require_weights
+from jaxthd.data.order import epochs_of
 from jaxthd.data.packer import OnSkip, PackDocuments, log_skip, pack_documents
 from jaxthd.data.position import DataSets, Position
 from jaxthd.data.runs import RowDocuments
-from jaxthd.data.stream import Item, Load, OnRead, epochs_of, row_streams
+from jaxthd.data.stream import Item, Load, OnRead, row_streams
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.packing.batch import Batch, concatenate_rows

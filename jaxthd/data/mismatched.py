@@ -48,8 +48,3 @@ class WithMismatched(Sequence[Example]):
             for number in range(len(example.alternatives))
         ]
         return replace(example, alternatives=(*example.alternatives, *mismatched))
-
-
-def item_of(source: Sequence[Any], index: int, epoch: int) -> Any:
-    """Item number `index` of a data set in an epoch."""
-    return source.of_epoch(index, epoch) if isinstance(source, WithMismatched) else source[index]

@@ -64,6 +64,7 @@ class SpeechDocuments:
         self._spec_augment = config.data.spec_augment
         self._train, self._augmentation = train, augmentation if train else None
         self._filter = Filter(config.data.filter if filtered else FilterConfig(), tokenizer)
+        self._filters = bool(self._filter)
 
     def __call__(self, example: Example, epoch: int = 0) -> Document | Skipped:
         made = self._made(example, epoch)
@@ -127,7 +128,7 @@ class SpeechDocuments:
             found = [self._decoded(clip) for clip in example.clips]
         except TooLongError as error:
             raise ValueError(self._filter.why_too_long(example, self._most_seconds) or str(error)) from error
-        if self._filter and example.duration is None:
+        if self._filters and example.duration is None:
             why = self._filter.why_dropped(example, sum(map(len, found)) / SAMPLE_RATE)
             if why:
                 raise ValueError(why)

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeVar
 
 import grain
 
-from jaxthd.data.epochs import Epochs
 from jaxthd.data.filters import by_setting
-from jaxthd.data.mismatched import item_of
+from jaxthd.data.mismatched import WithMismatched
+from jaxthd.data.order import Epochs, ItemRef, item_refs
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.runs import JudgedDocument
 from jaxthd.data.skipped import FILTERED, Skipped
@@ -31,14 +31,6 @@ OnRead = Callable[[int, str], None]
 
 GROUP = 8
 """Items in one request to a worker process."""
-
-
-class ItemRef(NamedTuple):
-    """Item number `item` of data set number `source`, in epoch `epoch` (from 0) of that data set."""
-
-    source: int
-    item: int
-    epoch: int
 
 
 class Loaded(NamedTuple):
@@ -88,31 +80,15 @@ def row_streams(
     return streams
 
 
-def epochs_of(sizes: Sequence[Sequence[int]], seed: int | None) -> list[Epochs]:
-    """Returns the epochs of each source. sizes: of the data sets that it reads as one. seed: source s is
-    shuffled with seed + s, modulo 2^32; None: items keep their order."""
-    return [Epochs(each, None if seed is None else (seed + s) % 2**32) for s, each in enumerate(sizes)]
-
-
-def item_refs(
-    epochs: Sequence[Epochs], weights: Sequence[float] | None, *, row: int = 0, rows: int = 1, repeat: bool
-) -> grain.MapDataset:
-    """The ItemRefs of a row, of the sources with these epochs, mixed. weights, repeat: as for row_streams."""
-    refs = []
-    for s, each in enumerate(epochs):
-        places = grain.MapDataset.range(each.items_of(row, rows))
-        places = places.repeat() if repeat else places
-        refs.append(places.map_with_index(partial(_ref, s, each, row, rows)))
-    return grain.MapDataset.mix(refs, weights) if weights else refs[0]
-
-
-def _ref(source: int, epochs: Epochs, row: int, rows: int, index: int, _: int) -> ItemRef:
-    return ItemRef(source, *epochs.at(row, rows, index))
-
-
 def _load(sources: Sequence[Sequence[Item]], load: Load, ref: ItemRef) -> Loaded:
-    document = load(item_of(sources[ref.source], ref.item, ref.epoch), ref.epoch)
-    return Loaded(ref.source, document, ref.epoch)
+    return Loaded(ref.source, load(_item(sources, ref), ref.epoch), ref.epoch)
+
+
+def _item(sources: Sequence[Sequence[Any]], ref: ItemRef) -> Any:
+    source = sources[ref.source]
+    if isinstance(source, WithMismatched):
+        return source.of_epoch(ref.item, ref.epoch)
+    return source[ref.item]
 
 
 class _Sift:
@@ -207,7 +183,7 @@ class _WorkersIterator(grain.DatasetIterator):
         while len(self._asked) < 2 * self._workers.count and self._next_asked < len(self._refs):
             end = min(self._next_asked + GROUP, len(self._refs))
             refs = [self._refs[i] for i in range(self._next_asked, end)]
-            items = [(item_of(self._sources[ref.source], ref.item, ref.epoch), ref.epoch) for ref in refs]
+            items = [(_item(self._sources, ref), ref.epoch) for ref in refs]
             self._asked.append((refs, self._workers.submit(self._load, items)))
             self._next_asked = end
 

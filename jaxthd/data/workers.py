@@ -1,17 +1,21 @@
 """Worker processes of the loader: they decode audio and compute features beside the training process.
 
-If a worker dies, the items of its request are computed again one at a time. An item is skipped only if a
-second worker dies while it computes that item alone.
+A worker runs this file as its program, which makes documents until its pipe closes. So it imports only what
+it needs: neither jax nor grain. If a worker dies, the items of its request are computed again one at a time.
+An item is skipped only if a second worker dies while it computes that item alone.
 """
 
 import pickle
 import threading
+import traceback
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from typing import Any
 
-from jaxthd.data.child_process import Child, LostError
+from jaxthd.data.child_process import Child, LostError, parents_end
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 
@@ -84,12 +88,12 @@ def _end(threads: ThreadPoolExecutor, running: set["_Worker"]) -> None:
 
 
 class _Worker:
-    """One process; its program is jaxthd.data.worker."""
+    """One process, which runs `serve`."""
 
     def __init__(self) -> None:
         # One thread a process: the number of processes is the number of cores to use.
         one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._child = Child("-m", "jaxthd.data.worker", **one_thread)
+        self._child = Child("-m", "jaxthd.data.workers", **one_thread)
         self._sent: dict[int, Any] = {}
         try:
             self._child.receive(ANSWER_SECONDS)
@@ -116,3 +120,32 @@ class _Worker:
         if error:
             raise RuntimeError(f"a worker process of the loader could not read {error}")
         return found
+
+
+def serve(parent: Connection) -> None:
+    """Answers each request (n, load, items) with ([load(*item) for item in items], "") or (None, the error).
+
+    load: function number n in the first request that uses it, None afterwards. Before any request, one answer
+    is sent to say that the process has started. Requests and answers are pickled. Raises EOFError or OSError
+    once the parent has ended.
+    """
+    loads: dict[int, Any] = {}
+    parent.send_bytes(b"")
+    while True:
+        request = parent.recv_bytes()
+        item = None
+        try:
+            n, load, items = pickle.loads(request)
+            load = loads.setdefault(n, load)
+            found = []
+            for item in items:
+                found.append(load(*item))
+            answer = pickle.dumps((found, ""), pickle.HIGHEST_PROTOCOL)
+        except Exception:
+            answer = pickle.dumps((None, f"{item!r}: {traceback.format_exc()}"))
+        parent.send_bytes(answer)
+
+
+if __name__ == "__main__":
+    with suppress(EOFError, OSError):  # the parent has ended, perhaps by kill -9: the pipe is closed
+        serve(parents_end())

@@ -6,8 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.data.example import Example
-from jaxthd.data.sources.recording_fields import LISTS
-from jaxthd.data.sources.recordings import in_folder
+from jaxthd.data.sources.recordings import LISTS, in_folder
 from jaxthd.inference.generator import Answer
 from jaxthd.inference.wer import Errors, errors_of
 

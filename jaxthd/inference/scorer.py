@@ -16,9 +16,8 @@ from jaxthd.config import Config
 from jaxthd.data.dataset import SynchronizedLoader
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.ops.cross_entropy import TokenScores
-from jaxthd.packing.answers import document_segments
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import Document, document_segments
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import put_batch
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -32,7 +31,7 @@ class DocumentScores(NamedTuple):
     ascending. log_probs: natural log-probabilities of the scored tokens, given all tokens before.
     top_ids, top_log_probs: the k likeliest tokens at each position, the likeliest first; ties by lowest id.
     answers: how many of the scored tokens each of several answers has, in order; () for one sequence. A
-        Scorer gives the tokens of such a document segment by segment (packing/answers.py).
+        Scorer gives the tokens of such a document segment by segment (packing/document.py).
     """
 
     key: str

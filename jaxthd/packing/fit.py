@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jaxthd.config import Config
-from jaxthd.packing.answers import segment_lengths
 from jaxthd.packing.assignment import Placement, Shares, Size
 from jaxthd.packing.balance import place_chunks
-from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.document import SUBSAMPLING, Document, segment_lengths
 
 
 class Fit(NamedTuple):

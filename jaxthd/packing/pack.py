@@ -13,11 +13,10 @@ import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
 from jaxthd.errors import UserError
-from jaxthd.packing.answers import document_segments
 from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
-from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
+from jaxthd.packing.document import SUBSAMPLING, Document, document_segments, encoder_frames
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout, LayoutKind
 
@@ -122,7 +121,7 @@ def pack_row(
     depths: depths of multi-token prediction, K. extras: names of the Document.extras that the Batch gets;
         each number is stored at the position before its token.
     answers: documents may have several answers, so that the Batch has document_ids; and prefixes, if
-    share_prompts: the slots of a prompt hold for all of its answers (packing/answers.py).
+    share_prompts: the slots of a prompt hold for all of its answers (packing/document.py).
     Position i is supervised (weight 1, target the next token) iff token i + 1 of the same document is:
     labels are masked first and shifted after, and never reach into another document.
     Raises ValueError if something does not fit; the message says which setting to increase. And for a

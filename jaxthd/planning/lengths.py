@@ -25,8 +25,7 @@ from jaxthd.data.usable import usable_examples
 from jaxthd.errors import UserError
 from jaxthd.objectives import make_objective
 from jaxthd.objectives.answers import draws_answers, needs_mismatched
-from jaxthd.packing.answers import segment_lengths
-from jaxthd.packing.document import SUBSAMPLING, encoder_frames
+from jaxthd.packing.document import SUBSAMPLING, encoder_frames, segment_lengths
 
 MOST_READ = 100_000
 """Most documents whose lengths are measured; a larger data set is sampled with a seed."""

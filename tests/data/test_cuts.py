@@ -139,7 +139,7 @@ def test_cuts_are_told_from_lines_of_a_manifest(tmp_path: Path):
     tarred = open_source(SourceSetting(str(path), tarred_audio="a.tar"))
     with pytest.raises(UserError, match=r"is of cuts, and .* its tar files"):
         tarred.read(DataConfig())
-    with pytest.raises(UserError, match="there is no "):
+    with pytest.raises(FileNotFoundError, match="no manifest at "):
         open_source(SourceSetting(f"cuts:{tmp_path}/none/cuts.jsonl")).read(DataConfig())
 
 
@@ -156,7 +156,7 @@ def test_containers_of_cuts_are_counted_and_must_be_whole(tmp_path: Path):
         source.read(DataConfig())
     (tmp_path / "cuts-1-of-3.jsonl").unlink()
     for read_it in (source.containers, lambda: source.read(DataConfig())):
-        with pytest.raises(UserError, match=r"there is no .*cuts-1-of-3\.jsonl"):
+        with pytest.raises(FileNotFoundError, match=r"no manifest at .*cuts-1-of-3\.jsonl"):
             read_it()
 
 

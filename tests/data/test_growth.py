@@ -13,7 +13,7 @@ import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
 from jaxthd.data.dataset import SpeechData, SynchronizedLoader
-from jaxthd.data.epochs import Epochs, Era
+from jaxthd.data.order import Epochs, Era
 from jaxthd.errors import UserError
 
 

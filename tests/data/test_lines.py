@@ -5,13 +5,15 @@ import gzip
 import json
 import lzma
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
-from jaxthd.data.example import Turn
-from jaxthd.data.sources.lines import expand_braces, own_prompt, read_examples
+from jaxthd.config import DataConfig
+from jaxthd.data.example import Alternative, Turn
+from jaxthd.data.sources.conversations import own_prompt
+from jaxthd.data.sources.lines import Entry, Line, expand_braces
+from jaxthd.data.sources.source import Files, LineSource, SourceSetting
 from jaxthd.errors import UserError
 
 
@@ -55,13 +57,33 @@ def test_a_range_without_an_end_in_sight_is_refused(text):
         expand_braces(text)
 
 
-def read(*files: Path):
-    def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
-        if entry["n"] < 0:
-            raise ValueError(f"n is {entry['n']}")
-        return (Turn("assistant", (f"{entry['n']} of {file}",)),)
+class Numbers(LineSource):
+    """Lines {"n": 1}, whose turn says n and the number of the file. Negative numbers cannot be used."""
 
-    examples, skipped = read_examples(files, lambda entry: str(entry["n"]), turns, title="all", expected="n")
+    expected = "n"
+
+    def named(self) -> Files:
+        return Files(self.existing())
+
+    def begin(self, data: DataConfig):
+        def turns(entry: Entry, line: Line) -> tuple[Turn, ...]:
+            if entry["n"] < 0:
+                raise ValueError(f"n is {entry['n']}")
+            return (Turn("assistant", (f"{entry['n']} of {line.file}",)),)
+
+        return turns
+
+    def name_of(self, entry: Entry) -> str:
+        return str(entry["n"])
+
+    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        return ()
+
+
+def read(*files: Path):
+    names = ",".join(path.name for path in files)
+    path = files[0].parent / f"{{{names}}}" if files[1:] else files[0]
+    examples, skipped = Numbers(SourceSetting(str(path))).read(DataConfig())
     return {e.key: e.text for e in examples}, dict(skipped)
 
 

@@ -18,8 +18,8 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.loader import make_loader
+from jaxthd.data.order import epochs_of
 from jaxthd.data.packer import PackDocuments
-from jaxthd.data.stream import epochs_of
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
 from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load, quiet

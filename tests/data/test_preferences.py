@@ -16,7 +16,8 @@ from jaxthd.data.example import Alternative, Clip, Example, Samples, Turn
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.manifest import read_manifest
-from jaxthd.data.sources.shar import read_shar
+from jaxthd.data.sources.shar import SharSource
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import ByteTokenizer
@@ -142,7 +143,7 @@ def test_a_cut_of_shar_has_them_among_its_custom_fields(tmp_path: Path):
         "".join(json.dumps(line) + "\n" for line in (cut | custom, cut | {"custom": {"chosen": "x"}}))
     )
     write_tar(tmp_path / "recording.0.tar", {"a.wav": sound(0.5), "a.json": b"{}"})
-    (example,), ((_, reason),) = read_shar(tmp_path)
+    (example,), ((_, reason),) = SharSource(SourceSetting(str(tmp_path))).read(DataConfig())
     assert (shown(example), example.alternatives) == ([("user", ["What? ", "<clip>"])], BOTH)
     assert "rejected is missing" in reason
 

@@ -1,7 +1,6 @@
 """Recordings of lines: every form that is read, and fields that name one and are not read."""
 
 import json
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +9,8 @@ import pytest
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip
 from jaxthd.data.sources.conversations import TAGS
-from jaxthd.data.sources.manifest import read_chats, read_manifest
-from jaxthd.data.sources.recording_fields import other_recordings
+from jaxthd.data.sources.manifest import ManifestSource, read_chats, read_manifest
+from jaxthd.data.sources.recordings import other_recordings
 from jaxthd.data.sources.registry import open_source, training_sources
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.errors import UserError
@@ -149,20 +148,21 @@ def test_a_text_that_is_nothing_but_the_name_of_a_recording_is_refused(tmp_path:
 
 @pytest.mark.parametrize("name", ["audio_id", "recordingId", "clip_key"])
 def test_the_id_of_a_recording_costs_a_line_that_has_none(tmp_path: Path, name: str):
-    unread = Counter[str]()
     assert f"{name} names a recording that is not read" in refused(tmp_path, chat("What?", **{name: "x17"}))
     lines = chat("What?", audio_filepath="a.wav", **{name: "x17"}), chat("What?", utterance_id="x17")
-    examples, skipped = read_manifest(write(tmp_path, *lines), unread=unread)
-    assert (len(examples), skipped, unread) == (2, [], {})
+    source = ManifestSource(SourceSetting(str(write(tmp_path, *lines))))
+    examples, skipped = source.read(DataConfig())
+    assert (len(examples), skipped, source.unread_recordings) == (2, [], {})
 
 
 @pytest.mark.parametrize("name", ["start", "start_time", "Begin", "segment_start", "audio_start", "offset_s"])
 def test_a_start_that_is_not_read_is_counted(tmp_path: Path, name: str):
     """Without an offset the recording is read from its beginning, and the text is that of a part."""
-    unread = Counter[str]()
     lines = GOOD | {name: 1.5}, GOOD | {name: 2, "offset": 2}, GOOD | {name: 0}, GOOD | {name: "1"}
-    examples, _ = read_manifest(write(tmp_path, *lines, chat("What?", **{name: 3})), unread=unread)
-    assert (len(examples), unread) == (5, {name: 1})
+    path = write(tmp_path, *lines, chat("What?", **{name: 3}))
+    source = ManifestSource(SourceSetting(str(path)))
+    examples, _ = source.read(DataConfig())
+    assert (len(examples), source.unread_recordings) == (5, {name: 1})
 
 
 @pytest.mark.parametrize(
@@ -193,10 +193,10 @@ def test_a_field_that_is_not_read_costs_the_line_only_where_no_recording_is_read
     assert len(reason) < 200
     if "." not in name:
         assert f"data.columns audio={name}, or {name}= to leave it out" in reason
-    unread = Counter[str]()
     lines = GOOD | beside, chat("{audio}?", audio=["a.wav"], **beside)
-    examples, skipped = read_manifest(write(tmp_path, *lines), unread=unread)
-    assert (len(examples), skipped, unread) == (2, [], {name: 2})
+    source = ManifestSource(SourceSetting(str(write(tmp_path, *lines))))
+    examples, skipped = source.read(DataConfig())
+    assert (len(examples), skipped, source.unread_recordings) == (2, [], {name: 2})
     without = {"text": "one", **beside}
     assert f"audio_filepath is missing: {name} names a recording" in refused(tmp_path, without)
 

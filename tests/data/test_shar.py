@@ -12,14 +12,21 @@ import pytest
 from jaxthd.config import DataConfig
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Channels, Clip, Example
+from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.registry import open_source
-from jaxthd.data.sources.shar import SharSource, read_shar
+from jaxthd.data.sources.shar import SharSource
 from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.errors import UserError
 from tests.data.sets import add, sound, write_tar
 
 WRITTEN = Path(__file__).parents[1] / "references" / "shar"
 """By tests/references/shar.py."""
+
+
+def read_shar(
+    folder: Path, setting: str = "data.manifest", prompt: str = "{audio}"
+) -> tuple[list[Example], list[Skipped]]:
+    return SharSource(SourceSetting(str(folder), setting)).read(DataConfig(prompt=prompt))
 
 
 def said(example: Example) -> list[tuple[str, list[str]]]:

@@ -2,7 +2,7 @@
 
 from jaxthd.config import DataConfig
 from jaxthd.data.sources.lines import READ, Entry
-from jaxthd.data.sources.recording_fields import LISTS
+from jaxthd.data.sources.recordings import LISTS
 from jaxthd.data.tables import SUFFIXES
 from jaxthd.errors import UserError
 

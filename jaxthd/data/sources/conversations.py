@@ -12,15 +12,18 @@ from itertools import groupby
 from typing import Any
 
 from jaxthd.data.example import Clip, Role, Turn, merge_texts
-from jaxthd.data.sources.lines import json_list, json_object, string
-from jaxthd.data.sources.recording_fields import (
+from jaxthd.data.sources.lines import Entry, json_list, json_object, string
+from jaxthd.data.sources.recordings import (
     FIELD_OF_PATH,
     LISTS,
+    Locate,
+    clip_of,
+    listed_recordings,
     names_recording,
     other_modalities,
     other_recordings,
+    recording_of,
 )
-from jaxthd.data.sources.recordings import Locate, clip_of, listed_recordings, recording_of
 
 Parts = list[str | Clip | None]
 """Texts and recordings of a message; None stands for the next recording of the line's list."""
@@ -149,11 +152,20 @@ def refuse_tags(parts: Any) -> None:
             )
 
 
-def with_placeholder(text: str, placeholder: str) -> str:
-    """Returns the text with `placeholder` where it has one of TAGS; unchanged if it has a placeholder."""
-    if placeholder in text or not ("<" in text or "[" in text):
-        return text
-    return _TAG.sub(lambda tag: placeholder, text)
+def own_prompt(entry: Entry, prompt: str, placeholder: str) -> tuple[str, str]:
+    """Returns (user turn, system turn) of an utterance, which may have its own, as in NeMo's speechlm2.
+
+    `context` replaces `prompt`: the user's text before the recording, or around it if it has the placeholder
+    or one of TAGS. `system_prompt` is the system turn; "" for none. Raises ValueError if a field is no text.
+    """
+    context, system = (
+        string(entry, n) if entry.get(n) is not None else "" for n in ("context", "system_prompt")
+    )
+    if placeholder not in context and ("<" in context or "[" in context):
+        context = _TAG.sub(lambda tag: placeholder, context)
+    if context:
+        prompt = context if placeholder in context else f"{context} {placeholder}"
+    return prompt, system
 
 
 def _with_tags(messages: list[tuple[Role, Parts]]) -> list[tuple[Role, Parts]]:

@@ -5,34 +5,31 @@ line.
 """
 
 import reprlib
-from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Alternative, Channels, Clip, Example, Turn, question, utterance
-from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.conversations import refuse_tags, with_placeholder
+from jaxthd.data.example import Alternative, Channels, Clip, Turn, question, utterance
+from jaxthd.data.sources.conversations import own_prompt, refuse_tags
 from jaxthd.data.sources.lines import (
     READ,
+    Entry,
+    Line,
     expand_braces,
     json_list,
     json_object,
     lines_of,
-    own_prompt,
     parse,
-    read_examples,
     refuse_marked,
     seconds,
     string,
 )
 from jaxthd.data.sources.preferences import alternatives_of, is_preference
-from jaxthd.data.sources.recording_fields import other_recordings
-from jaxthd.data.sources.recordings import in_folder
-from jaxthd.data.sources.source import Containers, Likeness, LineFiles, Source, counted_files
-from jaxthd.errors import UserError
+from jaxthd.data.sources.recordings import in_folder, other_recordings
+from jaxthd.data.sources.source import Files, LineSource
 
 KINDS = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 _OF_CUTS = READ | frozenset("start recording supervisions channel features".split())  # noqa: SIM905
@@ -40,7 +37,45 @@ LOOKED_AT = 20
 """Lines of a file that are looked at to tell cuts from a manifest's lines."""
 
 
-class CutSource(Source):
+class CutLines(LineSource):
+    """A source of Lhotse cuts, one a line."""
+
+    reads_columns = False
+
+    def name_of(self, entry: Entry) -> str:
+        return string(entry, "id")
+
+    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        return alternatives_of(json_object(entry.get("custom") or {}, "custom"))
+
+    def turns_of_cut(
+        self, cut: Entry, recording: Clip, data: DataConfig, more: Entry | None = None
+    ) -> tuple[Turn, ...]:
+        """The turns of a cut. recording: the whole of it. more: fields that replace those of `custom`.
+
+        A cut is an utterance. The system turn is its custom `system_prompt`, if any; the user turn is its
+        custom `context` or else data.prompt; the assistant turn is the texts of its supervisions, in the
+        order of their starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and
+        `label`, are alternatives, as in a manifest; the supervisions are then not used. A cut uses its own
+        channel or channels of the recording, from its start, for its duration. Without such texts it is a
+        prompt alone, where prompts are wanted.
+        Raises ValueError for a cut that cannot be used.
+        Source: lhotse.cut (MonoCut, MultiCut).
+        """
+        placeholder, prompts = data.audio_placeholder, self.setting.prompts
+        custom = json_object(cut.get("custom") or {}, "custom") | (more or {})
+        prompt_of_cut, system = own_prompt(custom, data.prompt, placeholder)
+        clip = _range(cut, recording)
+        turns = question(clip, prompt_of_cut, placeholder, system)
+        for turn in turns:
+            refuse_tags(turn.parts)
+        if not (is_preference(custom) or (prompts and not (cut.get("supervisions") and _text(cut)))):
+            turns = utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
+        self.unread_recordings.update(_other_recordings(cut))
+        return turns
+
+
+class CutSource(CutLines):
     """A manifest of Lhotse cuts whose recordings are files: one, or shards written with braces.
 
     A cut's recording has sources of type file; a relative path is taken from the manifest's folder, or from
@@ -49,7 +84,8 @@ class CutSource(Source):
     files, and a supervision with text that lies outside of the cut.
     """
 
-    reads_columns = False
+    expected = "one cut a line, with a recording and supervisions that have text"
+    alone = "is of cuts; expected recordings in files, or a Shar directory"
 
     @staticmethod
     def recognises(path: str) -> bool:
@@ -62,53 +98,20 @@ class CutSource(Source):
         except (ValueError, OSError):
             return False
 
-    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
-        self.containers()
-        files, setting, tars = self.files(), self.setting.field, self.setting.tarred_audio
-        if tars:
-            raise UserError(
-                f"{self.path} ({setting}) is of cuts, and {tars} its tar files; expected recordings in "
-                "files, or a Shar directory: correct one"
-            )
+    def named(self) -> Files:
+        return Files(self.existing())
 
-        def turns(cut: dict[str, Any], file: int) -> tuple[Turn, ...]:
+    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
+        files = self.named().items
+
+        def turns(cut: Entry, line: Line) -> tuple[Turn, ...]:
             refuse_marked(cut)
             path, channels = _file_of(cut)
-            named = Path(path)
-            clip = Clip(named) if _is_here(named, files[file].parent) else in_folder(files[file].parent)(path)
-            own = data.prompt, data.audio_placeholder
-            unread = self.unread_recordings
-            return turns_of_cut(cut | channels, clip, *own, prompts=self.setting.prompts, unread=unread)
+            named, folder = Path(path), files[line.file].parent
+            clip = Clip(named) if _is_here(named, folder) else in_folder(folder)(path)
+            return self.turns_of_cut(cut | channels, clip, data)
 
-        return read_examples(
-            files,
-            name_of_cut,
-            turns,
-            alternatives_of_cut,
-            title=f"{self.path} ({setting})",
-            expected="one cut a line, with a recording and supervisions that have text",
-        )
-
-    def digest(self) -> str:
-        return LineFiles(self.files()).digest()
-
-    def extent(self) -> int | None:
-        return LineFiles(self.files()).extent()
-
-    def likeness(self, digest: str, extent: int | None) -> Likeness:
-        return LineFiles(self.files()).likeness(digest, extent)
-
-    def containers(self) -> Containers:
-        files = self.files()
-        missing = [str(file) for file in files if not file.is_file()]
-        if missing:
-            raise UserError(
-                f"there is no {missing[0]}; expected a manifest of cuts: correct {self.setting.field}"
-            )
-        return counted_files(files)
-
-    def files(self) -> list[Path]:
-        return [Path(name) for name in expand_braces(self.path)]
+        return turns
 
 
 def _is_cut(line: bytes) -> bool:
@@ -176,50 +179,6 @@ def _file_of(cut: dict[str, Any]) -> tuple[str, dict[str, Any]]:
 def _other_recordings(cut: dict[str, Any]) -> tuple[str, ...]:
     """The fields of a cut, `custom` included, that name recordings and are not read."""
     return other_recordings(cut, _OF_CUTS)
-
-
-def name_of_cut(cut: dict[str, Any]) -> str:
-    return string(cut, "id")
-
-
-def alternatives_of_cut(cut: dict[str, Any]) -> tuple[Alternative, ...]:
-    return alternatives_of(json_object(cut.get("custom") or {}, "custom"))
-
-
-def turns_of_cut(
-    cut: dict[str, Any],
-    recording: Clip,
-    prompt: str,
-    placeholder: str,
-    more: dict[str, Any] | None = None,
-    *,
-    prompts: bool = False,
-    unread: Counter[str] | None = None,
-) -> tuple[Turn, ...]:
-    """The turns of a cut. recording: the whole of it. more: fields that replace those of `custom`.
-
-    A cut is an utterance. The system turn is its custom `system_prompt`, if any; the user turn is its custom
-    `context` or else `prompt`; the assistant turn is the texts of its supervisions, in the order of their
-    starts, joined by a space. A custom `chosen` and `rejected`, or `completion` and `label`, are
-    alternatives, as in a manifest; the supervisions are then not used. A cut uses its own channel or channels
-    of the recording, from its start, for its duration. prompts: whether a cut without such texts is used too,
-    as a prompt alone. unread: counts the fields that name other recordings.
-    Raises ValueError for a cut that cannot be used.
-    Source: lhotse.cut (MonoCut, MultiCut).
-    """
-    custom = json_object(cut.get("custom") or {}, "custom") | (more or {})
-    if isinstance(context := custom.get("context"), str):
-        custom = custom | {"context": with_placeholder(context, placeholder)}
-    prompt_of_cut, system = own_prompt(custom, prompt, placeholder)
-    clip = _range(cut, recording)
-    turns = question(clip, prompt_of_cut, placeholder, system)
-    for turn in turns:
-        refuse_tags(turn.parts)
-    if not (is_preference(custom) or (prompts and not (cut.get("supervisions") and _text(cut)))):
-        turns = utterance(clip, _text(cut), prompt_of_cut, placeholder, system)
-    if unread is not None:
-        unread.update(_other_recordings(cut))
-    return turns
 
 
 def _range(cut: dict[str, Any], clip: Clip) -> Clip:

@@ -7,14 +7,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.config import DataConfig
 from jaxthd.data.audio.cells import is_list, is_struct
-from jaxthd.data.example import Cell, Clip, Example
-from jaxthd.data.skipped import Skipped
+from jaxthd.data.example import Alternative, Cell, Clip, Turn
 from jaxthd.data.sources.columns import FIELDS, columns_of
 from jaxthd.data.sources.containers import damaged, empty, refuse_other_forms
 from jaxthd.data.sources.huggingface_files import (
@@ -28,12 +27,11 @@ from jaxthd.data.sources.huggingface_files import (
     is_table_folder,
     require_counts,
 )
-from jaxthd.data.sources.lines import READ, Entry, expand_braces
+from jaxthd.data.sources.lines import Entry, expand_braces
 from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
 from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
-from jaxthd.data.sources.recording_fields import OTHER_MODALITIES, holds_recordings
-from jaxthd.data.sources.recordings import in_folder
-from jaxthd.data.sources.source import Containers, Source, SourceSetting, counted_files
+from jaxthd.data.sources.recordings import OTHER_MODALITIES, holds_recordings, in_folder
+from jaxthd.data.sources.source import Files, FileSource
 from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
 from jaxthd.errors import UserError
 
@@ -46,7 +44,7 @@ _STRINGS = ("string", "large_string")
 _READABLE = re.compile(r"(large_)?string|bool|u?int\d+|float|double|halffloat|null|dictionary<.*string.*>")
 
 
-class HuggingFaceSource(Source):
+class HuggingFaceSource(FileSource):
     """Parquet or arrow files: one, shards written with braces, or a folder as datasets writes it.
 
     A row has the fields of a manifest's line: an utterance, a conversation, or preferences. Its recording is
@@ -56,9 +54,10 @@ class HuggingFaceSource(Source):
     that is not the one that the folder's records count. Recordings are not read here.
     """
 
-    def __init__(self, setting: SourceSetting) -> None:
-        super().__init__(setting)
-        self._read_notes: list[str] = []
+    item = "row"
+    expected = "columns audio and text, or others that data.columns names"
+    remedy = "correct data.columns, or the files"
+    alone = "is of parquet or arrow files; expected no tar files, because the recordings are in the tables"
 
     @staticmethod
     def recognises(path: str) -> bool:
@@ -66,38 +65,31 @@ class HuggingFaceSource(Source):
             return is_table_folder(Path(path))
         return path.endswith(SUFFIXES)
 
-    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
-        examples, skipped = [], []
-        for number, row in enumerate(self._rows(data.columns, self.unread_recordings), 1):
-            key = f"{number}:"
-            try:
-                if isinstance(row.entry, str):
-                    raise ValueError(row.entry)
-                key += name_of_entry(row.entry, prompts=self.setting.prompts)
-                answers = alternatives_of(row.entry)
-                turns = turns_of_entry(
-                    row.entry,
-                    row.locate,
-                    data.prompt,
-                    data.audio_placeholder,
-                    prompts=self.setting.prompts,
-                    unread=self.unread_recordings,
-                )
-                more = {name: value for name, value in row.entry.items() if name not in READ}
-                examples.append(Example(key, turns, answers, more))
-            except ValueError as error:
-                skipped.append(Skipped(key, str(error)))
-        if not examples:
-            listed = "".join(f"\n  row {key} {reason}" for key, reason in skipped[:5])
-            raise UserError(
-                f"{self.path} ({self.setting.field}) has no usable row ({len(skipped)} skipped); expected "
-                "columns audio and text, or others that data.columns names: correct data.columns, or the "
-                f"files{listed}"
-            )
-        return examples, skipped
+    def begin(self, data: DataConfig) -> Callable[[Entry, "_Row"], tuple[Turn, ...]]:
+        prompts, own = self.setting.prompts, (data.prompt, data.audio_placeholder)
+
+        def turns(entry: Entry, row: _Row) -> tuple[Turn, ...]:
+            return turns_of_entry(entry, row.locate, *own, prompts=prompts, unread=self.unread_recordings)
+
+        return turns
+
+    def items(self, data: DataConfig) -> Iterator["_Row"]:
+        return self._rows(data.columns, self.unread_recordings)
+
+    def entry_of(self, item: "_Row") -> Entry:
+        if isinstance(item.entry, str):
+            raise ValueError(item.entry)
+        return item.entry
+
+    def name_of(self, entry: Entry) -> str:
+        return name_of_entry(entry, prompts=self.setting.prompts)
+
+    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        return alternatives_of(entry)
 
     def digest(self) -> str:
-        digest = hashlib.blake2b(repr([path.stat().st_size for path in self._files()]).encode())
+        files = self.named().items
+        digest = hashlib.blake2b(repr([path.stat().st_size for path in files]).encode())
         for row in self._rows(()):
             digest.update(json.dumps(row.entry, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()[:16]
@@ -105,38 +97,24 @@ class HuggingFaceSource(Source):
     def _rows(self, columns: tuple[str, ...], unread: Counter[str] | None = None) -> Iterator["_Row"]:
         """unread: counts columns of recordings that are not read. None: such columns are no error."""
         import_pyarrow(self.path)
-        setting, tars = self.setting.field, self.setting.tarred_audio
-        if tars:
-            raise UserError(
-                f"{self.path} ({setting}) is of parquet or arrow files, and {tars} its tar files; expected "
-                "no tar files, because the recordings are in the tables: correct one"
-            )
-        named, files = columns_of(columns), self._files()
+        setting, named, files = self.setting.field, columns_of(columns), self.named().items
         counts: Counter[Path] = Counter()
         for path in files:
             for row in _rows_of(path, named, self.path, setting, unread):
                 counts[path] += 1
-                yield row
+                yield row._replace(number=counts.total())
             if not counts[path]:
                 raise empty(path, "rows")
         if Path(self.path).is_dir():
             recorded = counts_of_folder(Path(self.path), files)
-            self._read_notes[:] = require_counts(recorded, counts, setting)
+            self.read_notes[:] = require_counts(recorded, counts, setting)
 
-    def containers(self) -> Containers:
-        files = self._files()
-        return counted_files(files)._replace(notes=(*counted_files(files).notes, *self._read_notes))
-
-    def files(self) -> list[Path]:
-        files, folder = self._files(), Path(self.path)
-        records = (STATE, INFO, INFOS, DICT)
-        beside = [folder / name for name in records] + [files[0].parent / SUMMARY]
-        return files + [path for path in beside if folder.is_dir() and path.is_file()]
-
-    def _files(self) -> list[Path]:
+    def named(self) -> Files:
         path, setting = Path(self.path), self.setting.field
         if path.is_dir():
-            return files_of_folder(path, setting)
+            files = files_of_folder(path, setting)
+            beside = [path / name for name in (STATE, INFO, INFOS, DICT)] + [files[0].parent / SUMMARY]
+            return Files(files, records=[each for each in beside if each.is_file()])
         files = [Path(name) for name in expand_braces(self.path)]
         missing = [str(file) for file in files if not file.is_file()]
         if missing:
@@ -144,15 +122,20 @@ class HuggingFaceSource(Source):
                 f"{len(missing)} of the {len(files)} files of {self.path} ({setting}) are not there, "
                 f"{missing[0]} first; expected all of them: correct {setting}"
             )
-        return files
+        return Files(files)
 
 
 class _Row(NamedTuple):
-    """A row as a manifest's entry, or why it cannot be read. cell: its recording; None for text alone."""
+    """A row as a manifest's entry, or why it cannot be read. cell: its recording; None for text alone.
+
+    number, where: as FileSource.items has them.
+    """
 
     entry: Entry | str
     path: Path
     cell: Cell | None = None
+    number: int = 0
+    where: str = ""
 
     def locate(self, name: str) -> Clip:
         if self.cell is None:

@@ -1,19 +1,17 @@
-"""Data sets in one JSONL file or several read as one. Each line becomes an Example or is skipped."""
+"""JSON lines of one file or several read as one, and the fields of their objects."""
 
 import gzip
 import json
 import os
 import reprlib
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
 from re import fullmatch, split, sub
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxthd.data.example import Alternative, Example, Turn
-from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.containers import damaged, empty, refuse_cut_line, refuse_other_forms
 from jaxthd.errors import UserError
 from jaxthd.files.paths import expand_home
@@ -68,52 +66,18 @@ READ = frozenset(
 """Fields of lines that become turns and recordings, or that say where these lie. Examples keep the others."""
 
 
-def read_examples(
-    files: Sequence[Path],
-    name_of: Callable[[Entry], str],
-    turns_of: Callable[[Entry, int], tuple[Turn, ...]],
-    alternatives: Callable[[Entry], tuple[Alternative, ...]] = lambda entry: (),
-    *,
-    rename: Callable[[Entry], Entry] | None = None,
-    title: str,
-    expected: str,
-) -> tuple[list[Example], list[Skipped]]:
-    """Reads all files as one data set. Each line that is not blank becomes an Example or a Skipped, in order.
+class Line(NamedTuple):
+    """A line of a data set. number: among all lines, from 1. file: the number of its file. where: its
+    position, for messages; "" where there is one file."""
 
-    name_of(entry): the name in the key. turns_of(entry, number of its file): the turns. alternatives(entry):
-    the answers to them, if it is about preferences. All raise ValueError with the reason for an entry that
-    cannot be used. Lines are numbered through all files, so keys do not depend on how the lines are divided
-    into files. Files that end in .gz are decompressed.
-    rename(entry): the entry as the others take it. title, expected: what messages call the data set and its
-    lines.
-    Raises UserError if there is no usable line, and as numbered_lines does for a file that is not whole.
-    """
-    examples: list[Example] = []
-    skipped: list[Skipped] = []
-    for line_number, file, where, line in numbered_lines(files):
-        key = f"{line_number}:"
-        try:
-            entry = rename(parse(line)) if rename else parse(line)
-            key += name_of(entry)
-            answers = alternatives(entry)
-            more = {name: value for name, value in entry.items() if name not in READ}
-            turns = turns_of(entry, file)
-            if line.count(b"[") + line.count(b"{") > DEEPEST < _depth(more):
-                raise ValueError(f"nested more than {DEEPEST} deep; workers could not be sent the line")
-            examples.append(Example(key, turns, answers, more))
-        except ValueError as error:
-            skipped.append(Skipped(key, where + str(error)))
-    if not examples:
-        listed = "".join(f"\n  line {key} {reason}" for key, reason in skipped[:5])
-        raise UserError(
-            f"{title} has no usable line ({len(skipped)} skipped); expected {expected}: correct the file"
-            f"{listed}"
-        )
-    return examples, skipped
+    number: int
+    file: int
+    where: str
+    text: bytes
 
 
-def numbered_lines(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes]]:
-    """Yields (line number among all, file number, position for messages, the line), without blank lines.
+def numbered_lines(files: Sequence[Path]) -> Iterator[Line]:
+    """Yields the lines of all files, without blank ones.
 
     Raises UserError as lines_of does, for a file without a line, and for one that ends within a line.
     """
@@ -126,14 +90,14 @@ def numbered_lines(files: Sequence[Path]) -> Iterator[tuple[int, int, str, bytes
                 if not line.endswith(b"\n"):
                     refuse_cut_line(path, line_number, line)
                 where = f"{path.name} line {line_number}: " if len(files) > 1 else ""
-                yield before + line_number, file, where, line
+                yield Line(before + line_number, file, where, line)
         if is_empty:
             raise empty(path, "lines")
         before += line_number
 
 
 def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
-    """The objects of a manifest by line number, as read_examples numbers lines, each with its file's folder.
+    """The objects of a manifest by line number, as numbered_lines counts, each with its file's folder.
 
     path: with braces, as in expand_braces. Lines that are no objects are skipped.
     """
@@ -173,14 +137,15 @@ def parse(line: bytes) -> Entry:
     return json_object(entry, "the line")
 
 
-def _depth(value: Any) -> int:
-    """How deep lists and objects are nested in a value."""
-    depth, level = 0, [value]
+def require_flat(fields: Entry) -> None:
+    """Raises ValueError for fields with more than DEEPEST lists and objects in one another."""
+    depth, level = 0, list[Any]([fields])
     while level:
         depth += 1
         lists = (v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list))
-        level = [inner for values in lists for inner in values]
-    return depth
+        level = [inner for values in lists for inner in values if isinstance(inner, dict | list)]
+    if depth > DEEPEST:
+        raise ValueError(f"nested more than {DEEPEST} deep; workers could not be sent the line")
 
 
 def refuse_marked(entry: Entry) -> None:
@@ -188,20 +153,6 @@ def refuse_marked(entry: Entry) -> None:
     custom = entry.get("custom")
     if entry.get("_skipme") or (isinstance(custom, dict) and custom.get("_skipme")):
         raise ValueError("_skipme is set")
-
-
-def own_prompt(entry: Entry, prompt: str, placeholder: str) -> tuple[str, str]:
-    """Returns (user turn, system turn) of an utterance, which may have its own, as in NeMo's speechlm2.
-
-    `context` replaces `prompt`: the user's text before the recording, or around it if it has the placeholder.
-    `system_prompt` is the system turn; "" for none. Raises ValueError if a field is no text.
-    """
-    context, system = (
-        string(entry, n) if entry.get(n) is not None else "" for n in ("context", "system_prompt")
-    )
-    if context:
-        prompt = context if placeholder in context else f"{context} {placeholder}"
-    return prompt, system
 
 
 def has_text(entry: Entry) -> bool:

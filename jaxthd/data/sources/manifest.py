@@ -22,103 +22,104 @@ A prompt alone, for answers that are drawn to it: the same without the answers.
 
 import reprlib
 from collections import Counter
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Cell, Clip, Example, Turn, question, utterance
+from jaxthd.data.example import Alternative, Cell, Clip, Example, Turn, question, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.columns import LineColumns
-from jaxthd.data.sources.conversations import conversation_turns, refuse_tags, with_placeholder
+from jaxthd.data.sources.conversations import conversation_turns, own_prompt, refuse_tags
 from jaxthd.data.sources.lines import (
     READ,
-    expand_braces,
+    Entry,
+    Line,
     has_text,
     numbered_lines,
-    own_prompt,
     parse,
-    read_examples,
     refuse_marked,
     string,
 )
-from jaxthd.data.sources.nemo_tars import counted_tars, require_counted_tars
-from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
-from jaxthd.data.sources.recording_fields import (
+from jaxthd.data.sources.preferences import OF_PREFERENCES, PAIR, alternatives_of, history_of, is_preference
+from jaxthd.data.sources.recordings import (
     LISTS,
+    Locate,
+    clip_of,
+    in_folder,
     other_recordings,
+    path_of,
     recording_ids,
+    recording_of,
     refusal,
     unread_start,
 )
-from jaxthd.data.sources.recordings import Locate, clip_of, in_folder, path_of, recording_of
-from jaxthd.data.sources.source import (
-    Containers,
-    Likeness,
-    LineFiles,
-    Source,
-    SourceSetting,
-    counted_files,
-)
-from jaxthd.data.sources.tarred import TarredAudio, tars_of
+from jaxthd.data.sources.source import Files, LineSource, SourceSetting
+from jaxthd.data.sources.tarred import TarredAudio, counted_tars, require_counted_tars, tars_of
 from jaxthd.errors import UserError
 
 
-class ManifestSource(Source):
-    """A manifest: one file, or shards written with braces. With tarred_audio, recordings are in tar
-    files. It reads and raises as read_manifest does.
+class ManifestSource(LineSource):
+    """A manifest of utterances and conversations, in any mixture of the formats above.
+
+    It is one file, or shards written with braces (see expand_braces) and read as one; .gz is decompressed.
+    With tarred_audio, recordings are in tar files, named with braces too: one for each shard in order, or
+    several that the lines choose by `shard_id`. Otherwise recordings are files, and a relative path is taken
+    from the manifest's folder. Only the headers of tar files are read; recordings are not opened.
+    One line about preferences is a conversation that ends with the user's turn, and alternatives. An
+    utterance becomes a conversation: the system turn is the line's `system_prompt`, if any; the user turn is
+    its `context` or else data.prompt; the assistant turn is its text. Consecutive entries of one role become
+    one turn, joined by a space. data.audio_placeholder stands for a recording in the prompt and in the texts
+    of conversations, not in transcripts.
+    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, or none with a
+    column of data.columns, if a file is empty or damaged, if manifests and tar files do not match, or if
+    braces cannot be expanded.
+    Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
     """
 
-    def __init__(self, setting: SourceSetting) -> None:
-        super().__init__(setting)
-        self._read_notes: list[str] = []
+    expected = "one JSON object a line with audio_filepath and text, conversations or messages"
 
     @staticmethod
     def recognises(path: str) -> bool:
         return True
 
-    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
-        self.containers()
-        self._read_notes.clear()
-        return read_manifest(
-            self.path,
-            self.setting.field,
-            tarred_audio=self.setting.tarred_audio,
-            prompt=data.prompt,
-            placeholder=data.audio_placeholder,
-            prompts=self.setting.prompts,
-            notes=self._read_notes,
-            columns=LineColumns(data, f"{self.path} ({self.setting.field})") if self.reads_columns else None,
-            unread=self.unread_recordings,
-        )
-
-    def containers(self) -> Containers:
-        setting = self.setting.field
-        files = manifests_of(self.path, setting)
+    def named(self) -> Files:
+        files, setting = self.existing(), self.setting.field
         tars = tars_of(self.setting.tarred_audio, setting) if self.setting.tarred_audio else []
         counted = counted_tars(files[0], tars)
         notes = require_counted_tars(counted, tars, setting)
         left_out = sum(max(0, each.total - each.named) for each in counted)
-        return counted_files([*files, *tars], left_out, (*notes, *self._read_notes))
+        return Files(files, tars, [each.metadata for each in counted], left_out, tuple(notes))
 
-    def files(self) -> list[Path]:
-        files, tars = self._named()
-        return [*files, *tars, *(each.metadata for each in counted_tars(files[0], tars))]
+    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
+        named, prompts = self.named(), self.setting.prompts
+        title = f"{self.path} ({self.setting.field})"
+        has_columns = self.reads_columns and data.columns
+        self._columns = LineColumns(data, title) if has_columns else None
+        self._tars = TarredAudio(named.tars, named.items, self.setting.field) if named.tars else None
 
-    def digest(self) -> str:
-        return LineFiles(*self._named()).digest()
+        def turns(entry: Entry, line: Line) -> tuple[Turn, ...]:
+            folder = named.items[line.file].parent
+            locate = self._tars.locate(entry, line.file) if self._tars else in_folder(folder)
+            own = data.prompt, data.audio_placeholder
+            return turns_of_entry(entry, locate, *own, prompts=prompts, unread=self.unread_recordings)
 
-    def extent(self) -> int | None:
-        return LineFiles(*self._named()).extent()
+        return turns
 
-    def likeness(self, digest: str, extent: int | None) -> Likeness:
-        return LineFiles(*self._named()).likeness(digest, extent)
+    def entry_of(self, item: Line) -> Entry:
+        entry = parse(item.text)
+        return self._columns.rename(entry) if self._columns else entry
 
-    def _named(self) -> tuple[list[Path], list[Path]]:
-        """The manifests and tar files that the setting names."""
-        names = (expand_braces(names) for names in (self.path, self.setting.tarred_audio))
-        files, tars = ([Path(name) for name in each if name] for each in names)
-        return files, tars
+    def name_of(self, entry: Entry) -> str:
+        return name_of_entry(entry, prompts=self.setting.prompts)
+
+    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        return () if OF_PREFERENCES.isdisjoint(entry) else alternatives_of(entry)
+
+    def end(self) -> None:
+        if self._columns:
+            self._columns.require()
+        self.read_notes += self._tars.notes if self._tars else []
 
 
 def read_manifest(
@@ -129,68 +130,14 @@ def read_manifest(
     prompt: str = "{audio}",
     placeholder: str = "{audio}",
     prompts: bool = False,
-    notes: list[str] | None = None,
-    columns: LineColumns | None = None,
-    unread: Counter[str] | None = None,
 ) -> tuple[list[Example], list[Skipped]]:
-    """Reads a manifest of utterances and conversations, in any mixture of the formats above.
+    """Reads a manifest by itself, as ManifestSource does.
 
-    path: one file, or shards written with braces (see expand_braces) and read as one; .gz is decompressed.
-    tarred_audio: the tar files with the recordings, also with braces: one for each shard in order, or several
-    that the lines choose by `shard_id`. Without it, recordings are files, and a relative path is taken from
-    the manifest's folder. Only the headers of tar files are read; recordings are not opened.
-    Every line that is not blank becomes an Example or a Skipped, in order. One about preferences is a
-    conversation that ends with the user's turn, and alternatives. An utterance becomes a
-    conversation: the system turn is the line's `system_prompt`, if any; the user turn is the line's `context`
-    or else `prompt`; the assistant turn is the line's text. Consecutive entries of one role become one turn,
-    joined by a space.
-    setting: the name of the setting that gave the path, for messages.
-    placeholder: stands for a recording in the prompt and in the texts of conversations, not in transcripts.
-    prompts: whether lines without an answer are read too, as examples whose last turn is the user's:
-        utterances without a text, conversations, and the field prompt.
-    notes: a list that gets what a user should know of the tar files, such as members that no line names.
-    columns: what the fields are called in the lines. unread: counts the fields that name recordings beside
-        those that are read. A line of which no recording is read is refused if it has such a field.
-    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, or none with a
-    column of data.columns, if a file is empty or damaged, if manifests and tar files do not match, or if
-    braces cannot be expanded.
-    Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
+    setting, tarred_audio, prompts: as in SourceSetting. prompt, placeholder: data.prompt and
+    data.audio_placeholder.
     """
-    files = manifests_of(str(path), setting)
-    tars = TarredAudio(tarred_audio, files, setting) if tarred_audio else None
-
-    def turns(entry: dict[str, Any], file: int) -> tuple[Turn, ...]:
-        locate = tars.locate(entry, file) if tars else in_folder(files[file].parent)
-        return turns_of_entry(entry, locate, prompt, placeholder, prompts=prompts, unread=unread)
-
-    try:
-        read = read_examples(
-            files,
-            partial(name_of_entry, prompts=prompts),
-            turns,
-            alternatives_of,
-            rename=columns.rename if columns else None,
-            title=f"{path} ({setting})",
-            expected="one JSON object a line with audio_filepath and text, conversations or messages",
-        )
-    finally:
-        if columns:
-            columns.require()
-    if notes is not None and tars:
-        notes += tars.notes
-    return read
-
-
-def manifests_of(path: str, setting: str) -> list[Path]:
-    """The files of a manifest, which may be named with braces. Raises FileNotFoundError if one is missing."""
-    files = [Path(name) for name in expand_braces(path)]
-    for file in files:
-        if not file.is_file():
-            raise FileNotFoundError(
-                f"no manifest at {file}; expected a JSONL file of utterances or conversations: "
-                f"correct {setting}"
-            )
-    return files
+    source = ManifestSource(SourceSetting(str(path), setting, tarred_audio, prompts=prompts))
+    return source.read(DataConfig(prompt=prompt, audio_placeholder=placeholder))
 
 
 def turns_of_entry(
@@ -202,23 +149,29 @@ def turns_of_entry(
     prompts: bool = False,
     unread: Counter[str] | None = None,
 ) -> tuple[Turn, ...]:
-    """The turns of an entry in any of the formats above. prompts, unread: as in read_manifest.
+    """The turns of an entry in any of the formats above.
 
+    prompts: whether entries without an answer are read too, as turns of which the last is the user's:
+        utterances without a text, conversations, and the field prompt.
+    unread: counts the fields that name recordings beside those that are read. An entry of which no recording
+        is read is refused if it has such a field.
     Raises ValueError for an entry that cannot be used.
     """
     refuse_marked(entry)
     is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
     others: tuple[str, ...] = ()
-    if is_prompt or is_preference(entry):
+    if is_prompt or (not OF_PREFERENCES.isdisjoint(entry) and is_preference(entry)):
         turns, others = _prompt(entry, locate, prompt, placeholder)
     elif _is_conversation(entry):
         turns, others = _conversation(entry, locate, placeholder, prompts)
     else:
-        own, system = _own_prompt(entry, prompt, placeholder)
+        has_own = "context" in entry or "system_prompt" in entry
+        own, system = own_prompt(entry, prompt, placeholder) if has_own else (prompt, "")
         clip = _recording(entry, locate)
         turns = utterance(clip, string(entry, "text"), own, placeholder, system)
-        for turn in turns[:-1]:
-            refuse_tags(turn.parts)
+        if has_own or prompt != placeholder:
+            for turn in turns[:-1]:
+                refuse_tags(turn.parts)
         others = _beside(entry)
     others += other_recordings(entry, READ)
     _note(entry, turns, others, unread)
@@ -241,13 +194,6 @@ def _note(
         # Tables hold the segments themselves, with the times that they had in a longer recording.
         start = unread_start(entry) if not any(isinstance(clip.member, Cell) for clip in clips) else None
         unread.update((*others, start) if start else others)
-
-
-def _own_prompt(entry: dict[str, Any], prompt: str, placeholder: str) -> tuple[str, str]:
-    """Returns own_prompt of an utterance, whose context may have one of TAGS for the recording."""
-    if isinstance(context := entry.get("context"), str):
-        entry = entry | {"context": with_placeholder(context, placeholder)}
-    return own_prompt(entry, prompt, placeholder)
 
 
 def _recording(entry: dict[str, Any], locate: Locate) -> Clip:
@@ -281,7 +227,7 @@ def _beside(entry: dict[str, Any]) -> tuple[str, ...]:
 
 def name_of_entry(entry: dict[str, Any], *, prompts: bool = False) -> str:
     """The name in an item's key: its audio_filepath, or the id of a conversation ("" without one). prompts:
-    as in read_manifest.
+    as in turns_of_entry.
     """
     has_prompt = "audio_filepath" not in entry and ((prompts and "prompt" in entry) or is_preference(entry))
     if not _is_conversation(entry) and not has_prompt:
@@ -314,18 +260,18 @@ def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = 
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
     chats, locate = [], in_folder(path.parent)
-    for line_number, _, _, line in numbered_lines([path]):
+    for line in numbered_lines([path]):
         try:
-            entry = parse(line)
+            entry = parse(line.text)
             if _is_conversation(entry):
                 turns, others = conversation_turns(entry, locate, placeholder)
             else:
                 turns, others = _question(entry, locate, prompt, placeholder), ()
             _note(entry, turns, others + other_recordings(entry, READ), None)
             _require_question(turns)
-            chats.append(Example(f"{line_number}:{name_of_entry(entry)}", turns))
+            chats.append(Example(f"{line.number}:{name_of_entry(entry)}", turns))
         except ValueError as error:
-            raise UserError(f"{path}, line {line_number}: {error}; correct the line") from error
+            raise UserError(f"{path}, line {line.number}: {error}; correct the line") from error
     return chats
 
 
@@ -337,7 +283,7 @@ def _require_question(turns: tuple[Turn, ...]) -> None:
 
 def _question(entry: dict[str, Any], locate: Locate, prompt: str, placeholder: str) -> tuple[Turn, ...]:
     """The turns of an utterance that is to be answered."""
-    own, system = _own_prompt(entry, prompt, placeholder)
+    own, system = own_prompt(entry, prompt, placeholder)
     turns = question(_recording(entry, locate), own, placeholder, system)
     for turn in turns:
         refuse_tags(turn.parts)

@@ -1,21 +1,19 @@
 """Recordings that augmentation draws from, a line of a manifest each: noises, impulse responses of rooms."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxthd.config import AugmentConfig
+from jaxthd.config import AugmentConfig, DataConfig
 from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import AudioError, recording_length
-from jaxthd.data.example import Channels, Clip
+from jaxthd.data.example import Alternative, Channels, Clip, Turn
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.containers import parts_of
-from jaxthd.data.sources.lines import expand_braces, numbered_lines, parse, string
+from jaxthd.data.sources.lines import Entry, Line, string
 from jaxthd.data.sources.recordings import clip_of, in_folder
-from jaxthd.data.sources.source import LineFiles
+from jaxthd.data.sources.source import Files, LineSource, SourceSetting
 from jaxthd.errors import UserError
 
 SHORTEST, LONGEST_ROOM = 0.05, 10.0
@@ -48,12 +46,39 @@ def read_augmentation(config: AugmentConfig) -> AugmentationData:
             read, unusable = read_recordings(path, setting, most_seconds=most)
             clips += read
             skipped[path] = unusable
-            identity[f"{kind}_manifest"] = LineFiles(list(map(Path, expand_braces(path)))).digest()
+            source = RecordingSource(SourceSetting(path, setting))
+            identity[f"{kind}_manifest"] = source.digest()
             print(f"{path} ({setting}): {len(read):,} recordings, {len(unusable):,} skipped")
-            for parts in parts_of(map(Path, expand_braces(path))):
-                if parts.missing:
-                    print(f"{path} ({setting}) has {parts.note}")
+            for note in source.containers().notes:
+                print(f"{path} ({setting}) has {note}")
     return AugmentationData(Augmentation(config, found["noise"], found["room"]), skipped, identity)
+
+
+class RecordingSource(LineSource):
+    """A manifest of recordings alone.
+
+    Lines have audio_filepath and may have offset and duration; other fields are ignored.
+    """
+
+    reads_columns = False
+    expected = "recordings, a line each with audio_filepath"
+
+    def named(self) -> Files:
+        return Files(self.existing())
+
+    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
+        files = self.named().items
+
+        def turns(entry: Entry, line: Line) -> tuple[Turn, ...]:
+            return (Turn("user", (clip_of(entry, "audio_filepath", in_folder(files[line.file].parent)),)),)
+
+        return turns
+
+    def name_of(self, entry: Entry) -> str:
+        return string(entry, "audio_filepath")
+
+    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        return ()
 
 
 def read_recordings(
@@ -61,39 +86,22 @@ def read_recordings(
 ) -> tuple[list[Clip], list[Skipped]]:
     """The recordings of a manifest, with their durations, and what cannot be used.
 
-    Lines have audio_filepath and may have offset and duration; other fields are ignored. Files are opened for
-    their durations. most_seconds: for impulse responses, of which the first channel alone is used.
+    Files are opened for their durations. most_seconds: for impulse responses, of which the first channel
+    alone is used.
     """
-    files = [Path(name) for name in expand_braces(path)]
-    missing = [str(file) for file in files if not file.is_file()]
-    if missing:
-        raise UserError(f"there is no {missing[0]}; expected a manifest of recordings: correct {setting}")
-    named: list[tuple[str, Clip]] = []
-    skipped: list[Skipped] = []
-    for number, file, where, line in numbered_lines(files):
-        key = f"{number}:"
-        try:
-            entry = parse(line)
-            key += string(entry, "audio_filepath")
-            named.append((key, clip_of(entry, "audio_filepath", in_folder(files[file].parent))))
-        except ValueError as error:
-            skipped.append(Skipped(key, where + str(error)))
+    examples, skipped = RecordingSource(SourceSetting(path, setting)).read(DataConfig())
     with ThreadPoolExecutor(16) as threads:
-        judged = list(threads.map(lambda item: _measured(item[1], most_seconds), named))
+        judged = list(threads.map(lambda example: _measured(example.clips[0], most_seconds), examples))
     clips = [clip for clip in judged if isinstance(clip, Clip)]
-    skipped += [
-        Skipped(key, why) for (key, _), why in zip(named, judged, strict=True) if isinstance(why, str)
-    ]
+    unusable = [Skipped(x.key, why) for x, why in zip(examples, judged, strict=True) if isinstance(why, str)]
+    skipped = sorted([*skipped, *unusable], key=lambda item: int(item.key.partition(":")[0]))
     if not clips:
         raise UserError(
-            f"{path} ({setting}) holds no recording that can be used ({len(skipped)} skipped"
-            f"{_first(skipped)}); expected lines with audio_filepath: correct the file"
+            f"{path} ({setting}) holds no recording that can be used ({len(skipped)} skipped, "
+            f"{skipped[0].key} first: {skipped[0].reason}); expected some that decode, and are not too "
+            "short or too long: correct the file"
         )
-    return clips, sorted(skipped, key=lambda item: int(item.key.partition(":")[0]))
-
-
-def _first(skipped: Sequence[Skipped]) -> str:
-    return f", {skipped[0].key} first: {skipped[0].reason}" if skipped else ""
+    return clips, skipped
 
 
 def _measured(clip: Clip, most_seconds: float | None) -> Clip | str:

@@ -15,6 +15,8 @@ from jaxthd.data.example import Alternative
 from jaxthd.data.sources.lines import Entry, json_object, string
 
 PAIR, LABELLED = ("chosen", "rejected"), ("completion", "label")
+OF_PREFERENCES = frozenset((*PAIR, *LABELLED))
+"""Fields without which a line is not about preferences."""
 _OF_OTHERS = ("text", "conversations", "messages")
 """Fields of lines for which a label is no preference."""
 

@@ -5,18 +5,24 @@ invalid line.
 """
 
 import re
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Example, Turn
-from jaxthd.data.skipped import Skipped
+from jaxthd.data.example import Turn
 from jaxthd.data.sources.containers import damaged, refuse_unread, require_all_parts
-from jaxthd.data.sources.cuts import alternatives_of_cut, name_of_cut, turns_of_cut
-from jaxthd.data.sources.lines import json_object, numbered_lines, parse, read_examples, refuse_marked, string
-from jaxthd.data.sources.source import Containers, LineFiles, Source, SourceSetting
+from jaxthd.data.sources.cuts import CutLines
+from jaxthd.data.sources.lines import (
+    Entry,
+    Line,
+    json_object,
+    numbered_lines,
+    parse,
+    refuse_marked,
+    string,
+)
+from jaxthd.data.sources.source import Files
 from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
 
@@ -127,102 +133,58 @@ def _require_listed(folder: Path, shards: Sequence[Shard], setting: str) -> None
             )
 
 
-class SharSource(Source):
-    """A Lhotse Shar directory. It reads and raises as read_shar does."""
+class SharSource(CutLines):
+    """A Lhotse Shar directory. The key's name is the cut's id.
 
-    reads_columns = False
+    Only the headers of tar files are read; recordings are not opened. Raises as shar_shards does.
+    Source: lhotse.shar.
+    """
 
-    def __init__(self, setting: SourceSetting) -> None:
-        super().__init__(setting)
-        self._read_notes: list[str] = []
+    expected = "one cut a line, with supervisions that have text"
+    alone = "is a folder; expected a manifest with tar files, or a Shar directory alone, which has its own"
 
     @staticmethod
     def recognises(path: str) -> bool:
         return Path(path).is_dir()
 
-    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
-        setting, tars = self.setting.field, self.setting.tarred_audio
-        if tars:
-            raise UserError(
-                f"{self.path} ({setting}) is a folder, and {tars} its tar files; expected a manifest with "
-                "tar files, or a Shar directory alone, which has its own: correct one"
-            )
-        self._read_notes.clear()
-        return read_shar(
-            Path(self.path),
-            setting,
-            prompt=data.prompt,
-            placeholder=data.audio_placeholder,
-            prompts=self.setting.prompts,
-            notes=self._read_notes,
-            unread=self.unread_recordings,
-        )
-
-    def digest(self) -> str:
-        shards = shar_shards(Path(self.path), self.setting.field)
-        files = [path for shard in shards for path in (shard.cuts, *shard.texts.values())]
-        return LineFiles(files, [shard.recording for shard in shards]).digest()
-
-    def containers(self) -> Containers:
-        shards = shar_shards(Path(self.path), self.setting.field)
-        files = [path for shard in shards for path in shard.files]
+    def named(self) -> Files:
+        shards, index = self._shards(), Path(self.path) / INDEX
         number = re.fullmatch(r"\D*\.(\d+)\D*", shards[0].cuts.name)
         begins = f"its shards begin at {shards[0].cuts.name}, not at 0" if number and int(number[1]) else ""
-        return Containers(len(files), len(files), (*([begins] * bool(begins)), *self._read_notes))
+        lines = [path for shard in shards for path in (shard.cuts, *shard.texts.values())]
+        recordings = [shard.recording for shard in shards]
+        return Files(lines, recordings, [index] * index.is_file(), notes=(begins,) * bool(begins))
 
-    def files(self) -> list[Path]:
-        shards = shar_shards(Path(self.path), self.setting.field)
-        index = Path(self.path) / INDEX
-        return [path for shard in shards for path in shard.files] + [index] * index.is_file()
+    def items(self, data: DataConfig) -> Iterator[Line]:
+        return numbered_lines([shard.cuts for shard in self._shards()])
 
+    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
+        shards = self._shards()
+        self._indexes = index_tars([shard.recording for shard in shards])
+        self._recordings = [_members_of_cuts(index) for index in self._indexes]
+        self._heard: list[set[str]] = [set() for _ in shards]
+        texts = [_texts(shard) for shard in shards]
 
-def read_shar(
-    folder: Path,
-    setting: str = "data.manifest",
-    *,
-    prompt: str = "{audio}",
-    placeholder: str = "{audio}",
-    prompts: bool = False,
-    notes: list[str] | None = None,
-    unread: Counter[str] | None = None,
-) -> tuple[list[Example], list[Skipped]]:
-    """Reads a Lhotse Shar directory: every cut becomes an Example or a Skipped, in the order of shards.
+        def turns(cut: Entry, line: Line) -> tuple[Turn, ...]:
+            shard, name = line.file, string(cut, "id")
+            self._heard[shard].add(name)
+            refuse_marked(cut)
+            clip = self._indexes[shard].clip(self._recordings[shard].get(name, name))
+            if clip.member and clip.member.name.endswith(".nodata"):
+                raise ValueError("the cut has no recording")
+            return self.turns_of_cut(cut, clip, data, texts[shard].get(name))
 
-    See turns_of_cut. The key's name is the cut's id. Only the headers of tar files are read; recordings are
-    not opened. The other arguments and the errors are those of read_manifest, and those of shar_shards.
-    Source: lhotse.shar.
-    """
-    shards = shar_shards(folder, setting)
-    indexes = index_tars([shard.recording for shard in shards])
-    recordings = [_members_of_cuts(index) for index in indexes]
-    heard: list[set[str]] = [set() for _ in shards]
-    texts = [_texts(shard) for shard in shards]
+        return turns
 
-    def turns(cut: dict[str, Any], shard: int) -> tuple[Turn, ...]:
-        name = string(cut, "id")
-        heard[shard].add(name)
-        refuse_marked(cut)
-        clip = indexes[shard].clip(recordings[shard].get(name, name))
-        if clip.member and clip.member.name.endswith(".nodata"):
-            raise ValueError("the cut has no recording")
-        more = texts[shard].get(name, {})
-        return turns_of_cut(cut, clip, prompt, placeholder, more, prompts=prompts, unread=unread)
-
-    read = read_examples(
-        [shard.cuts for shard in shards],
-        name_of_cut,
-        turns,
-        alternatives_of_cut,
-        title=f"{folder} ({setting})",
-        expected="one cut a line, with supervisions that have text",
-    )
-    if notes is not None:
-        notes += [index.note for index in indexes if index.note]
-        unnamed = [there.keys() - cuts for there, cuts in zip(recordings, heard, strict=True)]
+    def end(self) -> None:
+        self.read_notes += [index.note for index in self._indexes if index.note]
+        unnamed = [there.keys() - cuts for there, cuts in zip(self._recordings, self._heard, strict=True)]
         if lost := sum(map(len, unnamed)):
-            first = next(shard.recording.name for shard, names in zip(shards, unnamed, strict=True) if names)
-            notes.append(f"{lost:,} recordings of tar files are those of no cut, {first} first")
-    return read
+            first = next(x.path.name for x, names in zip(self._indexes, unnamed, strict=True) if names)
+            self.read_notes.append(f"{lost:,} recordings of tar files are those of no cut, {first} first")
+
+    def _shards(self) -> list[Shard]:
+        return shar_shards(Path(self.path), self.setting.field)
 
 
 def _members_of_cuts(index: TarIndex) -> dict[str, str]:
@@ -235,12 +197,13 @@ def _texts(shard: Shard) -> dict[str, dict[str, Any]]:
     """The fields of each cut that are in separate files, by cut."""
     found: dict[str, dict[str, Any]] = {}
     for field, path in shard.texts.items():
-        for number, _, _, line in numbered_lines([path]):
+        for line in numbered_lines([path]):
             try:
-                entry = parse(line)
+                entry = parse(line.text)
                 if field in entry:
                     found.setdefault(string(entry, "cut_id"), {})[field] = entry[field]
             except ValueError as error:
-                message = f"{path} line {number}: {error}; expected a cut_id and {field}: write the file anew"
-                raise UserError(message) from error
+                raise UserError(
+                    f"{path} line {line.number}: {error}; expected a cut_id and {field}: write the file anew"
+                ) from error
     return found

@@ -1,4 +1,7 @@
-"""The interface of data sources. A source reads one data set, named by a setting, into Examples."""
+"""The interface of data sources. A source reads one data set, named by a setting, into Examples.
+
+Source is what any source must do. FileSource does most of that for items in files; LineSource for JSON lines.
+"""
 
 import gzip
 import hashlib
@@ -7,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Example
+from jaxthd.data.example import Alternative, Example, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.containers import parts_of
+from jaxthd.data.sources.lines import READ, Entry, Line, expand_braces, numbered_lines, parse, require_flat
+from jaxthd.errors import UserError
 
 Likeness = Literal["same", "grown", "other"]
 """A data set against an earlier state of it; "grown": items have been added at its end."""
@@ -112,38 +117,138 @@ class Source(ABC):
         return []
 
 
-def counted_files(files: Sequence[Path], left_out: int = 0, notes: Sequence[str] = ()) -> Containers:
-    """The containers that a user has named by their files, with a note where names count more parts.
+class Files(NamedTuple):
+    """The files of a data set.
 
-    left_out: containers that the data set's own metadata counts besides. notes: other notes.
-    """
-    parts = [each for each in parts_of(files) if each.missing]
-    named = len(files) + left_out + sum(len(each.missing) for each in parts)
-    return Containers(named, len(files), (*(each.note for each in parts), *notes))
-
-
-class LineFiles(NamedTuple):
-    """The content of files of lines, in order, and the sizes of the tar files that they refer to.
-
-    Whether a file is compressed does not matter.
+    items: those of its items, in order. tars: the tar files that they refer to. records: files that say what
+    the data set holds. left_out: containers that the records count besides. notes: as in Containers.
     """
 
-    files: Sequence[Path]
+    items: Sequence[Path]
     tars: Sequence[Path] = ()
+    records: Sequence[Path] = ()
+    left_out: int = 0
+    notes: tuple[str, ...] = ()
+
+
+class FileSource(Source):
+    """A source of items in files, each a JSON object or what reads like one.
+
+    A subclass names the files, gives their items in order, and makes turns of each. What cannot be used is
+    skipped with the reason of a ValueError.
+    item, expected, remedy: what messages call an item, what they expect of it, and what they say to change.
+    alone: "what it holds; expected what" for a source that has no tar files; "" for one that may have.
+    """
+
+    item: ClassVar[str] = "line"
+    expected: ClassVar[str]
+    remedy: ClassVar[str] = "correct the file"
+    alone: ClassVar[str] = ""
+
+    def __init__(self, setting: SourceSetting) -> None:
+        super().__init__(setting)
+        self.read_notes: list[str] = []
+        """What reading has come upon, for `containers`."""
+
+    @abstractmethod
+    def named(self) -> Files:
+        """Returns the files of the data set. Raises UserError or FileNotFoundError where one is missing."""
+
+    @abstractmethod
+    def begin(self, data: DataConfig) -> Callable[[Entry, Any], tuple[Turn, ...]]:
+        """Opens what reading needs and returns (entry, item) -> the entry's turns."""
+
+    @abstractmethod
+    def items(self, data: DataConfig) -> Iterator[Any]:
+        """Yields the items. Each has its `number`, from 1, and `where` it lies, for messages."""
+
+    @abstractmethod
+    def entry_of(self, item: Any) -> Entry:
+        """Returns an item's fields. Raises ValueError."""
+
+    @abstractmethod
+    def name_of(self, entry: Entry) -> str:
+        """Returns the name in an item's key. Raises ValueError."""
+
+    @abstractmethod
+    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        """Returns the answers of an item that is about preferences, else none. Raises ValueError."""
+
+    def end(self) -> None:
+        """Checks what reading has come upon, and notes it in `read_notes`."""
+
+    def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
+        title, tars = f"{self.path} ({self.setting.field})", self.setting.tarred_audio
+        if tars and self.alone:
+            holds, _, expected = self.alone.partition("; ")
+            raise UserError(f"{title} {holds}, and {tars} its tar files; {expected}: correct one")
+        self.read_notes.clear()
+        turns_of, examples, skipped = self.begin(data), list[Example](), list[Skipped]()
+        for item in self.items(data):
+            key = f"{item.number}:"
+            try:
+                entry = self.entry_of(item)
+                key += self.name_of(entry)
+                answers = self.alternatives_of(entry)
+                turns = turns_of(entry, item)
+                others = {name: value for name, value in entry.items() if name not in READ}
+                require_flat(others)
+                examples.append(Example(key, turns, answers, others))
+            except ValueError as error:
+                skipped.append(Skipped(key, item.where + str(error)))
+        self.end()
+        if not examples:
+            listed = "".join(f"\n  {self.item} {key} {reason}" for key, reason in skipped[:5])
+            raise UserError(
+                f"{title} has no usable {self.item} ({len(skipped)} skipped); expected {self.expected}: "
+                f"{self.remedy}{listed}"
+            )
+        return examples, skipped
+
+    def containers(self) -> Containers:
+        named = self.named()
+        files = [*named.items, *named.tars]
+        parts = [each for each in parts_of(files) if each.missing]
+        total = len(files) + named.left_out + sum(len(each.missing) for each in parts)
+        return Containers(total, len(files), (*(x.note for x in parts), *named.notes, *self.read_notes))
+
+    def files(self) -> list[Path]:
+        named = self.named()
+        return [*named.items, *named.tars, *named.records]
+
+
+class LineSource(FileSource):
+    """A source of JSON lines. Keys do not depend on how the lines are divided into files."""
+
+    def items(self, data: DataConfig) -> Iterator[Line]:
+        return numbered_lines(self.named().items)
+
+    def entry_of(self, item: Line) -> Entry:
+        return parse(item.text)
+
+    def existing(self) -> list[Path]:
+        """Returns the files that `path` names, with braces. Raises FileNotFoundError where one is missing."""
+        files = [Path(name) for name in expand_braces(self.path)]
+        for file in files:
+            if not file.is_file():
+                raise FileNotFoundError(
+                    f"no manifest at {file}; expected a file of {self.expected}: correct {self.setting.field}"
+                )
+        return files
 
     def digest(self) -> str:
         return self._digest(self._blocks())
 
     def extent(self) -> int | None:
         """Returns the bytes of all lines; None with tar files, which grow with their manifest."""
-        return None if self.tars else sum(map(len, self._blocks()))
+        return None if self.named().tars else sum(map(len, self._blocks()))
 
     def likeness(self, digest: str, extent: int | None) -> Likeness:
         """See Source.likeness. A digest of an older jaxthd is of the compressed bytes."""
-        as_stored = chain.from_iterable(_blocks(path, opened=open) for path in self.files)
+        as_stored = chain.from_iterable(_blocks(path, opened=open) for path in self.named().items)
         if digest in (self.digest(), self._digest(as_stored)):
             return "same"
-        if extent is None or self.tars:
+        if extent is None or self.named().tars:
             return "other"
         content = b"".join(self._blocks())
         before, appended = content[:extent], content[extent:]
@@ -152,15 +257,17 @@ class LineFiles(NamedTuple):
         return "grown" if appended and is_whole and self._digest([before]) == digest else "other"
 
     def _digest(self, blocks: Iterable[bytes]) -> str:
+        """Digests lines, and the sizes of the tar files that they refer to."""
         digest = hashlib.blake2b()
         for block in blocks:
             digest.update(block)
-        if self.tars:
-            digest.update(repr([path.stat().st_size for path in self.tars]).encode())
+        if tars := self.named().tars:
+            digest.update(repr([path.stat().st_size for path in tars]).encode())
         return digest.hexdigest()[:16]
 
     def _blocks(self) -> Iterator[bytes]:
-        for path in self.files:
+        """Yields the content of the files, whether they are compressed or not."""
+        for path in self.named().items:
             yield from _blocks(path, opened=gzip.open if path.suffix == ".gz" else open)
 
 

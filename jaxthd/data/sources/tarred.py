@@ -11,7 +11,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedReader, FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import yaml
 
 from jaxthd.data.example import Clip, Member
 from jaxthd.data.sources.containers import PART, empty, refuse_other_forms
@@ -157,23 +159,22 @@ def tars_of(tars: str, setting: str) -> list[Path]:
 class TarredAudio:
     """The tar files that hold the recordings of a manifest's lines.
 
-    files: the manifest's files. tars: the tar files, with braces. setting: the setting that named them, for
-    messages. Either there is one tar file for each file, in order; or one file has several tar files, and the
-    shard_id of its lines is the number in a tar file's name ("audio_3.tar").
-    Raises UserError if the counts do not match, a tar file is missing, or numbers contradict the order; and
-    as index_tar does.
+    paths: the tar files. files: the manifest's files. setting: what names them, for messages. Either there is
+    one tar file for each file, in order; or one file has several tar files, and the shard_id of its lines is
+    the number in a tar file's name ("audio_3.tar").
+    Raises UserError if the counts do not match, or numbers contradict the order; and as index_tar does.
     """
 
-    def __init__(self, tars: str, files: Sequence[Path], setting: str) -> None:
-        paths = tars_of(tars, setting)
+    def __init__(self, paths: Sequence[Path], files: Sequence[Path], setting: str) -> None:
         self._by_number = len(files) == 1 < len(paths)
         numbers = [shard_number(path) for path in paths]
         known = [number for number in numbers if number is not None]
         if self._by_number:
             if len(set(known)) < len(paths):
                 raise UserError(
-                    f"{tars} ({setting}): tar files are numbered {numbers[:5]}...; expected a number in each "
-                    "name, such as audio_0.tar, that shard_id in the manifest tells: rename them"
+                    f"{paths[0]} and others ({setting}): tar files are numbered {numbers[:5]}...; expected a "
+                    "number in each name, such as audio_0.tar, that shard_id in the manifest tells: rename "
+                    "them"
                 )
         elif len(files) != len(paths):
             raise UserError(
@@ -241,3 +242,61 @@ def shard_number(path: Path) -> int | None:
     """
     numbers = re.findall(r"[_-](\d+)(?=[_.-])", PART.sub(r"\1", path.name))
     return int(numbers[-1]) if numbers else None
+
+
+class Counted(NamedTuple):
+    """The tar files of one folder. total: those that the file `metadata` counts. named: by the setting."""
+
+    metadata: Path
+    folder: Path
+    total: int
+    named: int
+
+
+def counted_tars(manifest: Path, tars: Sequence[Path]) -> list[Counted]:
+    """Returns the counts of NeMo's metadata for each folder of tar files, beside them or their manifest.
+
+    That of a manifest "..._version_1.json" is metadata_version_1.yaml, else metadata.yaml.
+    Source: NeMo's convert_to_tarred_audio_dataset.py.
+    """
+    version = re.search(r"_version_\d+(?=\.json)", manifest.name)
+    name = f"metadata{version[0] if version else ''}.yaml"
+    folders = sorted({path.parent for path in tars})
+    counted = []
+    for folder in folders:
+        places = [folder / name, *([manifest.parent / name] if len(folders) == 1 else [])]
+        for path in places:
+            if total := _total(path):
+                counted.append(Counted(path, folder, total, sum(tar.parent == folder for tar in tars)))
+                break
+    return counted
+
+
+def _total(path: Path) -> int:
+    """dataset_config.num_shards of a file of metadata; 0 without it, or in one of another program."""
+    try:
+        metadata = yaml.safe_load(path.read_text())
+        total = metadata["dataset_config"]["num_shards"]
+    except (yaml.YAMLError, OSError, UnicodeError, LookupError, TypeError):
+        return 0
+    return total if type(total) is int and total > 0 else 0
+
+
+def require_counted_tars(counted: Sequence[Counted], tars: Sequence[Path], setting: str) -> list[str]:
+    """Notes on tar files that metadata counts and the setting leaves out.
+
+    Raises UserError where such tar files are not there at all.
+    """
+    notes = []
+    for metadata, folder, total, named in counted:
+        if named >= total:
+            continue
+        suffix = next(path.suffix for path in tars if path.parent == folder)
+        there = sum(shard_number(path) is not None for path in folder.glob(f"*{suffix}"))
+        if there < total:
+            raise UserError(
+                f"{metadata} counts {total} tar files, and {folder} holds {there}; expected all of them "
+                f"({setting}): fetch the others, or take that file away where these are all that you want"
+            )
+        notes.append(f"{named} of the {total} tar files that {metadata.name} counts")
+    return notes

@@ -1,8 +1,13 @@
-"""The built-in tokenizers as the files that a published checkpoint has, so that others can read them."""
+"""The built-in tokenizers as the files that a published checkpoint has, and vocabularies compared.
+
+Others can then read them, and a run can tell whether weights trained with one tokenizer mean the same with
+another.
+"""
 
 import json
+import reprlib
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
@@ -47,3 +52,44 @@ def _signs() -> list[str]:
     printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return [chr(byte if byte in printable else next(others)) for byte in range(256)]
+
+
+_LISTED = 3
+
+
+class Vocabulary(NamedTuple):
+    """Tokens by id. text: those that text is made of. added: special and other added ones."""
+
+    text: dict[int, str]
+    added: dict[int, str]
+
+
+def read_vocabulary(name_or_path: str | Path) -> Vocabulary | None:
+    """The vocabulary of a tokenizer as data.tokenizer names it; None where no file can be read."""
+    if name_or_path == "bytes":
+        found = byte_tokenizer()
+    else:
+        path = tokenizer_file() if name_or_path == "synthetic" else Path(name_or_path)
+        path = path / "tokenizer.json" if path.is_dir() else path
+        try:
+            found = tokenizers.Tokenizer.from_file(str(path))
+        except Exception:  # the library raises bare Exception; who uses the tokenizer reports it
+            return None
+    added = {number: token.content for number, token in found.get_added_tokens_decoder().items()}
+    every = {number: token for token, number in found.get_vocab().items()}
+    return Vocabulary({n: token for n, token in every.items() if n not in added}, added)
+
+
+def other_tokens(there: Vocabulary, here: Vocabulary) -> tuple[str, str]:
+    """Returns (ids that stand for another token of text here, ids whose tokens differ and are added ones on
+    either side), for people; "" for none. An id that one side does not have is no difference."""
+    then, now = (x.text | x.added for x in (there, here))
+    differing = [n for n in sorted(then.keys() & now.keys()) if then[n] != now[n]]
+    added = [n for n in differing if n in there.added or n in here.added]
+
+    def listed(ids: list[int]) -> str:
+        some = (f"{n} is {reprlib.repr(then[n])} there, {reprlib.repr(now[n])} here" for n in ids[:_LISTED])
+        return ", ".join(some) + f" and {len(ids) - _LISTED} more" * (len(ids) > _LISTED)
+
+    text = [n for n in differing if n not in there.added and n not in here.added]
+    return listed(text), listed(added)

@@ -1,10 +1,11 @@
-"""The order of items in a row's stream, also where a data set grows while a run trains.
+"""The order of the items in a row's stream, also where a data set grows while a run trains.
 
 Row i of n reads items i, i + n, ... of each epoch's order. An order is a function of the seed, the epoch and
 the number of items. So an epoch that has begun keeps the items that it began with, and later ones have all.
 """
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -12,6 +13,14 @@ import grain
 
 Sizes = tuple[int, ...]
 """Numbers of items of the data sets that are read as one, in their order."""
+
+
+class ItemRef(NamedTuple):
+    """Item number `item` of data set number `source`, in epoch `epoch` (from 0) of that data set."""
+
+    source: int
+    item: int
+    epoch: int
 
 
 class Era(NamedTuple):
@@ -78,3 +87,25 @@ class Epochs:
         starts = [0, *accumulate(era.sizes)]
         number = max(n for n, start in enumerate(starts[:-1]) if start <= item)
         return sum(self.sizes[:number]) + item - starts[number]
+
+
+def epochs_of(sizes: Sequence[Sequence[int]], seed: int | None) -> list[Epochs]:
+    """Returns the epochs of each source. sizes: of the data sets that it reads as one. seed: source s is
+    shuffled with seed + s, modulo 2^32; None: items keep their order."""
+    return [Epochs(each, None if seed is None else (seed + s) % 2**32) for s, each in enumerate(sizes)]
+
+
+def item_refs(
+    epochs: Sequence[Epochs], weights: Sequence[float] | None, *, row: int = 0, rows: int = 1, repeat: bool
+) -> grain.MapDataset:
+    """The ItemRefs of a row, of the sources with these epochs, mixed. weights, repeat: as for row_streams."""
+    refs = []
+    for s, each in enumerate(epochs):
+        places = grain.MapDataset.range(each.items_of(row, rows))
+        places = places.repeat() if repeat else places
+        refs.append(places.map_with_index(partial(_ref, s, each, row, rows)))
+    return grain.MapDataset.mix(refs, weights) if weights else refs[0]
+
+
+def _ref(source: int, epochs: Epochs, row: int, rows: int, index: int, _: int) -> ItemRef:
+    return ItemRef(source, *epochs.at(row, rows, index))

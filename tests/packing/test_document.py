@@ -7,9 +7,8 @@ import numpy as np
 import pytest
 
 from jaxthd.data.packer import PackDocuments
-from jaxthd.packing.answers import of_tokens
 from jaxthd.packing.batch import Batch, concatenate_rows
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import Document, of_tokens
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
