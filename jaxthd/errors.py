@@ -1,4 +1,5 @@
-"""What a user can mend: bad settings, bad input. All else is a defect of ours and keeps its traceback."""
+"""A fault that a user can mend: bad settings, bad input. All else is a defect of ours and keeps its
+traceback."""
 
 import sys
 from collections.abc import Iterator

@@ -106,7 +106,7 @@ def describe_bubble(blueprint: Blueprint) -> str:
 
 
 def programs_table(programs: Sequence[Program]) -> str:
-    """What each program of a step of jaxthd grpo needs besides the state and a batch."""
+    """Memory of each program of a step of jaxthd grpo besides the state and a batch."""
     head = ("Programs of a step, compiled", "held", "temporary")
     rows = [(x.name, size_text(x.held), size_text(x.temporary)) for x in programs]
     most = max(programs, key=lambda x: x.held + x.temporary)

@@ -168,7 +168,7 @@ def _devices(config: Config, mesh: Mesh) -> str:
 
 
 def _table(summary: Mapping[str, Any]) -> str:
-    """What the command prints. summary: what summary.json holds."""
+    """The command's output as text. summary: the content of summary.json."""
 
     def percent(x: float | None) -> str:
         return f"{x:.2%}" if x is not None and x == x else "-"

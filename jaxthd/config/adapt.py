@@ -8,7 +8,8 @@ from jaxthd.errors import UserError
 
 @dataclass(frozen=True)
 class AdaptConfig:
-    """Which parts of the model train, and how fast. The parts are encoder, adapter and LLM (all the rest).
+    """The parts of the model that train, and their learning rates. The parts are encoder, adapter and LLM
+    (all the rest).
 
     Patterns match names, and * matches anything: jaxthd describe runs/my --names lists the names.
     """

@@ -39,7 +39,7 @@ LARGE_BLOCKS = BlockSizes(loss=1024, experts=128, scan=128)
 
 @dataclass(frozen=True)
 class ComputeConfig:
-    """How the model is computed: dtypes, exchanges, kernels, memory. No checkpoint depends on any of it."""
+    """Settings of the computation: dtypes, exchanges, kernels, memory. No checkpoint depends on them."""
 
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
     """Compute dtype. Parameters are float32 (float64 if this is float64)."""
@@ -48,10 +48,10 @@ class ComputeConfig:
     forward and backward (pip install 'jaxthd[fp8]'). "experts" stands for the routed experts, which no other
     pattern matches. Routers, time steps of recurrent layers, embedding and head never do."""
     context_exchange: Literal["ring", "all_gather"] = "ring"
-    """How attention reaches the keys and values of other context ranks. Among pipeline stages they are
-    gathered, whatever this says."""
+    """The exchange by which attention reaches other context ranks' keys and values. Among pipeline stages
+    they are gathered, whatever this says."""
     context_layout: Literal["auto", "buffer", "whole"] = "buffer"
-    """What is divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
+    """The unit divided into 2 * context chunks, of which rank r holds chunks r and 2 * context - 1 - r: the
     whole buffer, or only documents that must be. "whole" keeps a document on one rank where it fits its share
     of the buffer.
     "auto": a training run chooses by the lengths of its documents, and keeps the choice in its workdir; other
@@ -64,19 +64,19 @@ class ComputeConfig:
     """Shard norms and residuals over the tensor ranks, 1/tensor of the tokens on each: reduce-scatter and
     all-gather replace all-reduce."""
     attention_backend: str = "auto"
-    """What computes the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
+    """The back-end of the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
     fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16. "pallas": kernels of
     our own, for windows, shared prompts and decoding too.
     All are for NVIDIA GPUs, and a measurement as the run starts must admit them; none has run on one yet.
     "auto": on GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd
     doctor."""
     encoder_attention: Literal["auto", "blocks", "pallas"] = "auto"
-    """How the encoder's attention is computed. "blocks": a block after the other, and none without an allowed
+    """The form of the encoder's attention. "blocks": a block after the other, and none without an allowed
     pair; dense in rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must
     admit them. On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": pallas on
     GPUs where it is admitted, else blocks."""
     scan_backend: str = "auto"
-    """What computes Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
+    """The back-end of Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
     the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a
     GPU. "auto": on GPUs "pallas" where it is admitted, else "xla"."""
@@ -88,8 +88,8 @@ class ComputeConfig:
     remat_llm: bool = True
     """Recompute the decoder's blocks in the same way."""
     remat_keep: Literal["nothing", "layers", "products"] = "nothing"
-    """What is kept where the decoder or the encoder is recomputed. "nothing": only the input of each repeat
-    of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
+    """Activations kept where the decoder or the encoder is recomputed. "nothing": only the input of each
+    repeat of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
     "products": the results of matrix products and of attention too; then only what is cheap is computed
     again."""
     unroll_layers: bool = False

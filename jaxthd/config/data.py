@@ -54,7 +54,7 @@ class AugmentConfig:
 
 @dataclass(frozen=True)
 class FilterConfig:
-    """Which training items are used. What is dropped is listed in skipped.jsonl, and does not count towards
+    """Bounds on training items. What they drop is listed in skipped.jsonl, and does not count towards
     data.max_skipped_share. Each setting is the least and the most that is kept; a most of 0: no bound. Items
     without a recording are kept; preferences and prompts have no rates."""
 
@@ -86,7 +86,7 @@ def split_name(manifest: str) -> tuple[str, str, str]:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """What is read, and how it is packed."""
+    """Data sets, and how they are packed."""
 
     manifest: tuple[str, ...] = ("synthetic",)
     """NeMo JSONL manifests, with shards in braces ("manifest_{0..15}.json" or
@@ -95,7 +95,7 @@ class DataConfig:
     disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
     "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
-    """What fields of a manifest's lines and columns of parquet and arrow files are called, as FIELD=COLUMN:
+    """Names of fields of a manifest's lines and of columns of parquet and arrow files, as FIELD=COLUMN:
     "audio=speech text=utterance". A line has the column and not the field. In tables without this, audio is
     "audio" or "audio_filepath", text is "text", "sentence", "transcription" or "transcript", and the other
     fields have columns of their names. NAME= leaves a field out. Lhotse's cuts have no columns."""
@@ -103,7 +103,7 @@ class DataConfig:
     """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
     manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""
     weights: tuple[float, ...] = ()
-    """How often documents of each manifest are drawn, in proportion. Empty: in proportion to their numbers
+    """Weights by which documents of each manifest are drawn. Empty: in proportion to their numbers
     of documents."""
     weights_temperature: Annotated[float, Range(0.1)] = 1.0
     """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
@@ -119,7 +119,7 @@ class DataConfig:
     path of a tokenizer.json, or the folder of a checkpoint in Hugging Face's format, whose other files then
     say which tokens are special."""
     template: Literal["plain", "chatml", "chat_template"] = "plain"
-    """How turns are written: "plain" (the text, and an end-of-text token after an answer), "chatml"
+    """The form of turns: "plain" (the text, and an end-of-text token after an answer), "chatml"
     (<|im_start|>), or "chat_template" (the template of the checkpoint in data.tokenizer)."""
     template_options: str = ""
     """Variables of the checkpoint's chat template, as a JSON object such as {"enable_thinking": false}."""
@@ -129,14 +129,14 @@ class DataConfig:
     """The user's turn for a manifest line that has a text. The recording goes where data.audio_placeholder
     stands."""
     audio_placeholder: str = "{audio}"
-    """What stands for a recording in data.prompt and in the texts of conversations."""
+    """The text that stands for a recording in data.prompt and in conversations."""
     filter: FilterConfig = field(default_factory=FilterConfig)
     augment: AugmentConfig = field(default_factory=AugmentConfig)
     spec_augment: SpecAugmentConfig = field(default_factory=SpecAugmentConfig)
     packing: Packing = "first_fit"
-    """How documents fill buffers: "first_fit" and "best_fit" are grain's packers; "best_fit_decreasing" packs
-    windows of about data.packing_bins buffers, the largest documents first, which pads least; "padded" puts
-    one document in a row."""
+    """The packer of documents into buffers: "first_fit" and "best_fit" are grain's packers;
+    "best_fit_decreasing" packs windows of about data.packing_bins buffers, the largest documents first, which
+    pads least; "padded" puts one document in a row."""
     rows: int = 1
     """Buffers in a step, over all data ranks. Each row is a stream of its own, so the mesh never changes
     the data."""

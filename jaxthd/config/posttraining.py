@@ -25,7 +25,7 @@ class PostTrainingConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """What jaxthd grpo draws, rewards and trains on in each step."""
+    """Settings of what jaxthd grpo draws, rewards and trains on in each step."""
 
     mesh: MeshConfig | None = None
     """The mesh on which answers are drawn, over as many devices as `mesh` has; None: that one. The weights
@@ -42,7 +42,7 @@ class RolloutConfig:
     max_new_tokens: int = 64
     """Most tokens of an answer, its end token included."""
     temperature: float = 1.0
-    """Of the softmax that answers are drawn from, and whose log-probabilities train."""
+    """Temperature of the softmax that answers are drawn from and whose log-probabilities train."""
     top_k: Index = 0
     """Answers are drawn from the k likeliest tokens; 0: from all."""
     top_p: Annotated[float, Range(0, 1, "(]")] = 1.0
@@ -70,7 +70,7 @@ class RolloutConfig:
     """Most times that a step draws prompts anew in place of groups whose rewards are all equal; such groups
     teach nothing. 1: it draws once, and they stay."""
     epochs: int = 1
-    """How often a step trains on what it drew."""
+    """Number of times that a step trains on the answers it drew."""
     updates: int = 1
     """Updates in each of these, each from the same number of prompts. The number of buffers does not matter:
     an update adds up the gradients of as many as its answers fill."""

@@ -17,11 +17,11 @@ class RopeConfig:
     fraction: float = 1.0
     """Share of a head's features that are rotated, from the first on (Qwen3-Next: 0.25)."""
     scaling: Literal["none", "linear", "yarn", "llama3"] = "none"
-    """What happens to the frequencies. "linear": divided by factor. "yarn" (Peng et al., 2023; GPT-OSS,
+    """Change of the frequencies. "linear": divided by factor. "yarn" (Peng et al., 2023; GPT-OSS,
     DeepSeek-V3): low ones divided by factor, high ones kept, a ramp between. "llama3": the same with the ramp
     of Llama 3.1."""
     factor: float = 1.0
-    """How many times longer the documents are. With "none" it has no effect."""
+    """Factor by which documents are longer. With "none" it has no effect."""
     original_positions: Index = 0
     """Positions of the pre-training, for "yarn" and "llama3"."""
     beta_fast: float = 32.0

@@ -12,7 +12,7 @@ class TrainConfig:
     """Optimization, validation and checkpoints."""
 
     objective: str = "sft"
-    """What is trained for: "sft" (cross-entropy over the supervised tokens), "dpo" (pairs of a chosen and a
+    """The objective: "sft" (cross-entropy over the supervised tokens), "dpo" (pairs of a chosen and a
     rejected answer), "kto" (answers that are desired or not), "grpo" (answers drawn from the model, with
     rewards), or the name of an objective that was registered (jaxthd.register_objective)."""
     objective_options: tuple[str, ...] = ()
@@ -28,13 +28,13 @@ class TrainConfig:
     steps: int = 200
     """Optimizer steps of the run."""
     optimizer: Literal["adamw", "adafactor", "lion", "muon"] = "adamw"
-    """How gradients become updates. "muon" is for weight matrices, with AdamW for the rest."""
+    """The optimizer. "muon" is for weight matrices, with AdamW for the rest."""
     optimizer_options: tuple[str, ...] = ()
     """Settings of the optimizer, as NAME=VALUE."""
     learning_rate: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "constant", "warmup_stable_decay"] = "cosine"
-    """How the learning rate goes on after the warm-up: down to min_learning_rate at the last step in a cosine
+    """The learning rate after the warm-up: down to min_learning_rate at the last step in a cosine
     or in a line; constant; or constant and down in a line in the last decay_steps."""
     warmup_steps: Index = 20
     """Steps of linear warm-up, before the schedule."""
@@ -85,7 +85,7 @@ class TrainConfig:
     """Most tokens that validation decodes for a document, to measure the word error rate; 0: it decodes
     none."""
     normaliser: Literal["basic", "english", "whisper", "none"] = "basic"
-    """How texts are normalised before their words are compared. "basic" and "english" are Whisper's, after
+    """The normaliser of texts before their words are compared. "basic" and "english" are Whisper's, after
     apostrophes of all kinds are unified: "basic" leaves lower case, no punctuation and nothing in brackets
     (marks that spell vowels stay); "english" also unifies numbers, spellings and contractions. "whisper":
     Whisper's for English as it was published, for comparisons with others' figures. "none": what is seen
@@ -95,13 +95,13 @@ class TrainConfig:
     keep_checkpoints: int = 3
     """Newest checkpoints that are kept, besides the one with the best validation."""
     best_by: Literal["wer", "reward", "preferences"] = "wer"
-    """What the best checkpoint is best by: "wer": the lowest validation_wer, or validation_loss where nothing
+    """The metric of the best checkpoint: "wer": the lowest validation_wer, or validation_loss where nothing
     is decoded; "reward": the highest validation_reward (jaxthd grpo with rollout.validation_prompts);
     "preferences": the lowest validation_preference_loss (validation sets with preferences)."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
-    """What gets the metrics besides metrics.jsonl: "tensorboard" (files in WORKDIR/tensorboard), "wandb"
-    (pip install 'jaxthd[wandb]'), "mlflow" (pip install 'jaxthd[mlflow]'). One that fails never stops a
-    run."""
+    """Trackers that get the metrics besides metrics.jsonl: "tensorboard" (files in WORKDIR/tensorboard),
+    "wandb" (pip install 'jaxthd[wandb]'), "mlflow" (pip install 'jaxthd[mlflow]'). One that fails never stops
+    a run."""
     profile: str = ""
     """Steps that are profiled, as FIRST:LAST, such as "10:13"; the trace, in WORKDIR/tensorboard, is opened
     by TensorBoard (pip install tensorboard xprof). "": none. The first step of a command compiles."""

@@ -149,7 +149,7 @@ class SpeechData:
         return {name: source.digest() for name, source in self._validation_sources.items()}
 
     def skipped_text(self, *, this_call: bool = False) -> str:
-        """How many items the run has skipped, resumptions included, their share and the main reasons.
+        """Number of items that the run has skipped, resumptions included, their share and the main reasons.
 
         this_call: without what earlier calls skipped, which may have been mended since.
         """
@@ -262,7 +262,7 @@ class SpeechData:
         )
 
     def digest(self) -> str:
-        """Of what the training documents depend on."""
+        """Digest of what the training documents depend on."""
         text = json.dumps([self._identity(), self._config.data.audio_capacity, self._config.data.capacity])
         return hashlib.sha256(text.encode()).hexdigest()[:32]
 
@@ -374,7 +374,7 @@ class SpeechData:
         return found
 
     def _read_augmentation(self) -> AugmentationData | None:
-        """What data.augment says; None where it changes nothing."""
+        """The settings of data.augment; None where they change nothing."""
         if self._config.data.augment == AugmentConfig():
             return None
         read = read_augmentation(self._config.data.augment)
@@ -396,7 +396,7 @@ class SpeechData:
         return DataSets(compare, extents, self._config.data.accept_changes)
 
     def _identity(self) -> dict[str, Any]:
-        """What the training documents depend on besides what make_loader adds, as JSON decodes it."""
+        """All that the training documents depend on besides what make_loader adds, as JSON decodes it."""
         data, encoder = self._config.data, self._config.model.encoder
         names = ("template", "system_prompt", "prompt", "audio_placeholder")
         return {

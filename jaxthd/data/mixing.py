@@ -1,4 +1,4 @@
-"""How often each data set of a mixture is drawn from."""
+"""Shares by which each data set of a mixture is drawn from."""
 
 import math
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def require_weights(weights: Sequence[float], sets: int) -> None:
 
 
 def mixing_weights(data: DataConfig, sizes: Sequence[int]) -> list[float] | None:
-    """How often items of each data set are drawn, in proportion; None: as one data set.
+    """Weights by which items of each data set are drawn; None: as one data set.
 
     sizes: the numbers of their usable items. The proportions are data.weights, or else the sizes, to the
     power of 1 / data.weights_temperature, and sum to 1 where there is a temperature.

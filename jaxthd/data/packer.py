@@ -363,7 +363,7 @@ class _Rows(grain.experimental.FlatMapTransform):
 
 
 def _markers(names: Collection[str], judged: JudgedDocument) -> dict[str, Any]:
-    """What grain's packer packs: arrays as long as what the document takes of each of `names`."""
+    """Stand-ins for grain's packer: arrays as long as what the document takes of each of `names`."""
     fit = judged.fit
     takes = {
         "tokens": fit.slots,

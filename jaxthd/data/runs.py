@@ -90,7 +90,7 @@ class _RunsIterator(grain.DatasetIterator):
                 return row
 
     def _next_taken(self) -> Taken:
-        """What `take` takes, with the documents' numbers here; reads as many buffers as it needs."""
+        """The documents that `take` takes, with their numbers here; reads as many buffers as it needs."""
         while True:
             ages = range(len(self._read) - 1, -1, -1)
             documents = [(x, age) for buffer, age in zip(self._read, ages, strict=True) for x in buffer]

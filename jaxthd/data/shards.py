@@ -1,4 +1,4 @@
-"""Which part of the documents a process reads, in a pipeline of one's own."""
+"""The part of the documents that a process reads, in a pipeline of one's own."""
 
 from collections.abc import Sequence
 

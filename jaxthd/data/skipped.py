@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jaxthd.files.jsonl import append_line, keep_lines
 
 FILTERED = "data.filter."
-"""How the reason begins where a filter has dropped an item."""
+"""Beginning of the reason where a filter has dropped an item."""
 
 
 class Skipped(NamedTuple):

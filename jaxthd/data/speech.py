@@ -31,7 +31,7 @@ class _Written(NamedTuple):
 
 
 def augmented_key(key: str, number: int) -> str:
-    """What the draws of the augmentation of recording `number` of an example depend on."""
+    """Seed of the augmentation's draws for recording `number` of an example."""
     return f"{key}/augment/{number}"
 
 

@@ -19,7 +19,7 @@ SUFFIXES = (".parquet", ".arrow")
 OPEN = 64
 """Tables that a process keeps open."""
 _ARROW_FILE = b"ARROW1"
-"""How an arrow file begins that is not a stream."""
+"""First bytes of an arrow file that is not a stream."""
 
 
 def import_pyarrow(path: str | Path) -> ModuleType:
@@ -37,7 +37,7 @@ def import_pyarrow(path: str | Path) -> ModuleType:
 
 
 def errors_of_tables() -> tuple[type[Exception], ...]:
-    """What reading a damaged table raises."""
+    """Exceptions that reading a damaged table raises."""
     import pyarrow
 
     return pyarrow.ArrowException, OSError, ArithmeticError, LookupError, TypeError, ValueError

@@ -1,4 +1,4 @@
-"""Which items a run can use, by what it is trained for."""
+"""Items that a run can use, by its objective."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What the pictures of curves are made of: titled axes, smoothed curves, points."""
+"""Parts of the pictures of curves: titled axes, smoothed curves, points."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any

@@ -26,7 +26,7 @@ LEAST = 0.0005
 
 
 HEIGHT = 1.2
-"""Of the bar with title and legend, inches."""
+"""Size of the bar with title and legend, in inches."""
 
 
 def above_bar(figure: Figure, seconds: Mapping[str, float]) -> SubFigure:

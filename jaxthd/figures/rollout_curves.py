@@ -14,7 +14,7 @@ from jaxthd.figures.goodput import above_bar
 
 Lines = Sequence[Mapping[str, Any]]
 PARTS = ("resharding", "rollout", "reward", "scoring", "training")
-"""Of a step's time, in their order. The first only where answers are drawn on another mesh."""
+"""Parts of a step's time, in their order. The first only where answers are drawn on another mesh."""
 
 
 def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Figure:

@@ -50,7 +50,7 @@ def source_of(source: str | Path) -> tuple[Path, str]:
 
 
 class Settings(NamedTuple):
-    """What a command is told to work with.
+    """A run, a config or weights that a command is told to work with.
 
     path: the config file or the run's folder. run: the run whose settings they are, with the @ that it was
     given with; None for a config file.

@@ -45,7 +45,7 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
 
 
 def tokenizer_digest(tokenizer: str | Path) -> str:
-    """What a tokenizer is, wherever its files lie: the name of a built-in one, else a digest of its files.
+    """A tokenizer's identity, wherever its files lie: the name of a built-in one, else a digest of its files.
 
     Raises OSError where they cannot be read.
     """

@@ -149,7 +149,7 @@ def _begin(conversation: Example, *, named: bool) -> None:
 
 
 def _mark(answer: Answer) -> str:
-    """What is printed after a named answer."""
+    """The line that is printed after a named answer."""
     if answer.end == "length":
         return f" [cut off at {len(answer.tokens)} tokens]"
     return "" if answer.text.strip() else "[empty]"

@@ -35,7 +35,7 @@ from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.generation import Draws, make_generation_steps
 
 End = Literal["stop", "length", "interrupted"]
-"""How an answer ended: by itself, cut off at the maximum length, or by who asked."""
+"""Reason for an answer's end: by itself, cut off at the maximum length, or by who asked."""
 
 
 class AnswerDelta(NamedTuple):

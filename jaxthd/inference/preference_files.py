@@ -49,7 +49,7 @@ class PreferenceFiles:
         self._skipped.add(self._manifest, key, reason)
 
     def summary(self) -> str:
-        """How many pairs there are, and how many items without spread."""
+        """Counts of pairs, and of items without spread."""
         without, items = self._all_right + self._all_wrong, len(self.done)
         lines = [f"{self.path}: {self.pairs:,} pairs of {items:,} items"]
         if self.pairs:

@@ -59,8 +59,8 @@ def measured(reference: str, answers: Sequence[Answer], normalise: Callable[[str
 
 
 def best_and_worst(hypotheses: Sequence[Hypothesis]) -> tuple[Hypothesis, Hypothesis] | None:
-    """Those of the lowest and of the highest word error rate, of equals the first; None where all have the
-    same, or fewer than two can be trained on.
+    """The hypotheses of the lowest and of the highest word error rate, of equals the first; None where all
+    have the same, or fewer than two can be trained on.
     """
     answers = [hypothesis for hypothesis in hypotheses if hypothesis.is_answer]
     if not answers:

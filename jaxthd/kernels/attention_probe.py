@@ -41,7 +41,7 @@ WINDOW = 40
 PREFIX = (10, 140)
 """The first key and the end of those that documents share."""
 QUERIES = (16, 32, 64)
-"""Of each call of decoding, which a kernel may compute in smaller tiles (pallas.tiles_for)."""
+"""Queries of each call of decoding, which a kernel may compute in smaller tiles (pallas.tiles_for)."""
 QUANTITIES = ("output", "log-sum-exp", "dq", "dk", "dv")
 
 
@@ -51,7 +51,7 @@ def error_bound(dtype: str) -> float:
 
 
 def probe_intervals() -> list[KeyIntervals]:
-    """Those of the probe's local call, then of its remote calls."""
+    """Key intervals of the probe's local call, then of its remote calls."""
     found = [_local_intervals(TOKENS)]
     for rectangles in RECTANGLES:
         begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Which kernels a run uses: those that are admitted on the devices of all its processes."""
+"""The choice of a run's kernels: those that are admitted on the devices of all its processes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -24,7 +24,7 @@ from jaxthd.parallel.processes import exchange
 
 
 def attention_shapes(config: Config) -> list[AttentionShape]:
-    """Those of latent attention and of other attention, in a window or not; of what the decoder has."""
+    """Shapes of latent attention and of other attention, in a window or not; of what the decoder has."""
     kinds = {letter == "L" for letter in config.model.llm.kinds if letter in "*LW"}
     return [attention_shape(config, is_latent) for is_latent in sorted(kinds, reverse=True)]
 
@@ -48,9 +48,9 @@ def attention_shape(config: Config, is_latent: bool | None = None) -> AttentionS
 
 
 def scan_shape(config: Config) -> ScanShape:
-    """What one rank scans: its context chunks, for all heads of its tensor rank. Under the layout "whole"
-    states enter what is scanned without the kernel. A group whose heads lie on several ranks is on each of
-    them.
+    """The shape of one rank's scan: its context chunks, for all heads of its tensor rank. Under the layout
+    "whole" states enter what is scanned without the kernel. A group whose heads lie on several ranks is on
+    each of them.
     """
     llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
     heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)

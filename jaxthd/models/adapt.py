@@ -1,4 +1,4 @@
-"""What patterns of names choose in a model: the parameters that train, the projections that get low-rank
+"""The choice by patterns of names in a model: the parameters that train, the projections that get low-rank
 matrices (LoRA), the projections that are computed in FP8.
 
 A projection is a Linear module. The name of a parameter or of a projection is its path in the module tree,

@@ -117,7 +117,7 @@ def _of_slots(batch: Batch, found: Transcripts) -> Array:
 
 
 def covered_frames(batch: Batch, found: Transcripts) -> Bool[Array, "R T"]:
-    """Which of this rank's slots have a frame of a document that the loss covers."""
+    """Mask of this rank's slots that have a frame of a document that the loss covers."""
     return batch.is_audio & found.is_covered[_of_slots(batch, found)].reshape(batch.tokens.shape)
 
 

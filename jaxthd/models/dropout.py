@@ -28,7 +28,7 @@ _DRAWS: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
 def current() -> Draws | None:
-    """What is drawn with; None where nothing is dropped."""
+    """The key of the draws; None where nothing is dropped."""
     return _DRAWS.get()
 
 
@@ -44,7 +44,7 @@ def drawing(draws: Draws | None) -> Iterator[None]:
 
 @contextmanager
 def of_layer(number: Array | None) -> Iterator[None]:
-    """The same draws, for the layer with this number. None: nothing changes."""
+    """Draws for the layer with this number. None: nothing changes."""
     draws = current()
     with drawing(draws if draws is None or number is None else draws._replace(layer=number)):
         yield
@@ -52,7 +52,7 @@ def of_layer(number: Array | None) -> Iterator[None]:
 
 @contextmanager
 def of_all_ranks(axis: str | None) -> Iterator[None]:
-    """The same draws, for the tokens of all ranks of an axis, one rank after the other."""
+    """Draws for the tokens of all ranks of an axis, one rank after the other."""
     draws = current()
     if draws is not None:
         draws = draws._replace(keys=jax.lax.all_gather(draws.keys, axis).reshape(-1))

@@ -195,6 +195,6 @@ class RelativeAttention(nnx.Module):
 
 
 def frequencies(dim: int, acc: jnp.dtype) -> Float[Array, " F"]:
-    """Those of the position encoding of `dim` sines and cosines."""
+    """Frequencies of the position encoding of `dim` sines and cosines."""
     found: Array = 10000.0 ** (-jnp.arange(0, dim, 2, dtype=acc) / dim)
     return found

@@ -31,7 +31,7 @@ from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 
 Cache = dict[str, Any]
-"""What a stage's layers keep for decoding, stacked over the layers, by pattern letter."""
+"""The caches of a stage's layers for decoding, stacked over the layers, by pattern letter."""
 
 
 def repeated_units(pattern: str) -> list[tuple[str, int]]:
@@ -178,7 +178,7 @@ class HybridLayers(nnx.Module):
         return _by_unit(pattern, stacks)
 
     def rows_of(self, pattern: str, chunk: Array | int, of_kinds: dict[str, Any]) -> list[dict[str, Any]]:
-        """The same of trees of stacked arrays, by the layers' names in self.layers."""
+        """Trees of stacked arrays, by the layers' names in self.layers."""
         names = {letter: layer_kind(letter).name for letter in set(self.stages.letters)}
         stacks = {letter: self._of_chunk(letter, chunk, of_kinds[name]) for letter, name in names.items()}
         return _by_unit(pattern, stacks)

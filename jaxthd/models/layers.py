@@ -182,8 +182,8 @@ class Linear(nnx.Module):
         return y_NF + once(bias_F, self.sharded_in, self.mesh).astype(x_ND.dtype)
 
     def matrix(self, dtype: Any) -> Float[Array, "D F"]:
-        """What a call multiplies by, low-rank matrices included, but never in FP8: for callers that absorb it
-        into another product."""
+        """The matrix that a call multiplies by, low-rank matrices included, but never in FP8: for callers
+        that absorb it into another product."""
         w_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh)
         if self.lora is not None:
             b_rF = own_part(self.lora.b[...], 1, self.sharded_out, self.mesh)

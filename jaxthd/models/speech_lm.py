@@ -69,7 +69,7 @@ class Adapter(nnx.Module):
 
 
 class FutureScores(NamedTuple):
-    """What multi-token prediction found, by depth.
+    """Results of multi-token prediction, by depth.
 
     log_probs: log-probability of every position's target at that depth, 0 where its weight is 0.
     routing: rows for the depth's MoE layers; None without any.

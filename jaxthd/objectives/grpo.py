@@ -69,7 +69,7 @@ class GRPO(Objective):
     """"answer": one ratio for an answer, exp of the mean over its tokens of log rho (GSPO, Zheng et al.,
     2025); only with mean=answers."""
     mean: Mean = "tokens"
-    """What the loss is a mean of: all "tokens" of the batch (DAPO); "answers", each the mean over its tokens
+    """The unit of the loss's mean: all "tokens" of the batch (DAPO); "answers", each the mean over its tokens
     (GRPO); "max_length": the sum over answers and tokens / (answers * max_length) (Dr. GRPO, Liu et al.,
     2025)."""
     max_length: int = 0
@@ -85,7 +85,7 @@ class GRPO(Objective):
     d^2 / 2, k3 is exp(d) - 1 - d. As a loss only k2 has, on average over answers drawn from the policy, the
     gradient of the divergence; that of k1 is 0."""
     old: Old = "scored"
-    """What log p_old is. "scored": computed before the updates of a step. "recorded": as recorded while
+    """The source of log p_old. "scored": computed before the updates of a step. "recorded": as recorded while
     drawing. "current": log p itself, without a gradient, for a step of one update, on answers that its own
     weights drew."""
     correction: Correction = "none"

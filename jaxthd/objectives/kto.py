@@ -45,7 +45,7 @@ class KTO(Objective):
     undesired_weight: float = 1.0
     """w of undesired answers."""
     kl: KLOf = "answers"
-    """What estimates z. "answers": the labelled answers themselves. "mismatched": answers that belong to
+    """The estimate of z. "answers": the labelled answers themselves. "mismatched": answers that belong to
     other prompts, which the data adds to a document and labels 0.0 (the paper, and TRL, which pairs each
     prompt of a batch with the answer before); where a batch has none, z is 0. "none": z is 0, and nothing is
     scored with the policy."""

@@ -1,4 +1,4 @@
-"""What the back-ends of attention and of the scan share: what their requirements read, and finding one by
+"""Shared by the back-ends of attention and of the scan: what their requirements read, and finding one by
 name.
 
 A requirement is a pure function (shape, device) -> why the kernel cannot compute this shape there, in one
@@ -23,7 +23,7 @@ class Device(Protocol):
 
     @property
     def compute_capability(self) -> str | None:
-        """Of an NVIDIA GPU, such as "9.0"."""
+        """Compute capability of an NVIDIA GPU, such as "9.0"."""
 
     @property
     def jax(self) -> str:

@@ -49,7 +49,7 @@ def causal_conv(
 
 
 class _More(NamedTuple):
-    """What is added to the sums of some tokens. at: the tokens of this rank; N for none."""
+    """Additions to the sums of some tokens. at: the tokens of this rank; N for none."""
 
     at: Int32[Array, " F"]
     values: Float[Array, "F C"]
@@ -70,7 +70,7 @@ class _More(NamedTuple):
 
 
 def _from_prefixes(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
-    """What the prefixes' last tokens add to the first k tokens of the documents that continue them; None
+    """Additions of the prefixes' last tokens to the first k tokens of documents that continue them; None
     without prefixes. Documents that continue the same one get the same, so it is computed once for each
     prefix.
     """
@@ -88,7 +88,7 @@ def _from_prefixes(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None
 
 
 def _added_by(last_EkC: Array, w_KC: Array) -> Array:
-    """What the k inputs before some token add to it and to the k - 1 tokens after it."""
+    """Additions of the k inputs before some token to it and to the k - 1 tokens after it."""
     reach, acc = len(w_KC) - 1, accumulation_dtype(last_EkC)
     return jnp.stack(
         [(w_KC[: reach - i].astype(acc) * last_EkC[:, i:].astype(acc)).sum(1) for i in range(reach)],
@@ -202,7 +202,7 @@ def last_inputs(
     taps: int,
     segments: Segments,
 ) -> Float[Array, "R_D k C"]:
-    """What a causal convolution needs to go on after a token: its k = taps - 1 inputs up to there, newest
+    """State of a causal convolution after a token: its k = taps - 1 inputs up to there, newest
     last.
 
     first, last: indices in the row of the document's first token, and of the token to go on after; -1 for

@@ -1,4 +1,4 @@
-"""Which features dropout sets to 0: a hash of what the draw may depend on, so every mesh draws the same.
+"""Dropout: features are set to 0 by a hash of what the draw may depend on, so every mesh draws the same.
 
 That is the seed, the step, the document, the token's position in it, the layer, the projection and the
 feature; never the rank or the slot. A document counts by its content, the hash of its tokens, so that its

@@ -1,4 +1,4 @@
-"""What an MLP or an expert does between its projections.
+"""The function of an MLP or an expert between its projections.
 
 Legend: N tokens, F inner dim.
 """
@@ -28,7 +28,7 @@ class FFNForm(NamedTuple):
         return cls(llm.ffn_form, llm.swiglu_alpha, llm.swiglu_limit)
 
     def inner(self, up_NF: Float[Array, "N F"], gate_NF: Float[Array, "N F"] | None) -> Float[Array, "N F"]:
-        """What the last projection takes. gate: None for "relu2", which has none."""
+        """Input of the last projection. gate: None for "relu2", which has none."""
         if gate_NF is None:
             return relu_squared(up_NF)
         if self.kind == "swiglu":

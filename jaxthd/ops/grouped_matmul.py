@@ -21,7 +21,7 @@ from jaxthd.ops.numerics import accumulation_dtype
 
 
 class ExpertLayout(NamedTuple):
-    """Which row each assignment has. M is fixed: N * k rows, plus one block for each expert.
+    """The row of each assignment. M is fixed: N * k rows, plus one block for each expert.
 
     rows: row of token n's j-th assignment (M where the token is not routed).
     tokens: token of each row (N where the row is not used).

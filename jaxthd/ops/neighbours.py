@@ -1,4 +1,4 @@
-"""What a rank needs of its neighbours for encoder chunks that are cut over the ranks that share a buffer.
+"""Exchange with neighbours for encoder chunks that are cut over the ranks that share a buffer.
 
 The encoder frames of a row lie on these ranks one after the other, so a chunk that is cut goes on at the
 start of the next rank's frames. A convolution needs a few frames beyond both ends of a rank's share,
@@ -138,5 +138,5 @@ def received_frames(before: int, after: int, frames: int, ranks: int) -> int:
 
 
 def _hops(before: int, after: int, frames: int) -> int:
-    """How many ranks away the farthest frames are."""
+    """Distance to the farthest frames, in ranks."""
     return -(-max(before, after) // frames)

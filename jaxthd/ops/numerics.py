@@ -5,5 +5,5 @@ from jax import Array
 
 
 def accumulation_dtype(x: Array) -> jnp.dtype:
-    """What sums over values of x are kept in: promote(float32, x's dtype)."""
+    """Dtype of sums over values of x: promote(float32, x's dtype)."""
     return jnp.promote_types(jnp.float32, x.dtype)

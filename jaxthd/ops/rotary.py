@@ -59,7 +59,7 @@ def frequencies(rope: RopeConfig, features: int) -> Float64[np.ndarray, " f"]:
 
 
 def _kept_by_yarn(rope: RopeConfig, features: int) -> Float64[np.ndarray, " f"]:
-    """How much of each frequency is kept: 1 up to the first end of a ramp over the pairs, 0 from its second
+    """Share of each frequency that is kept: 1 up to the first end of a ramp over the pairs, 0 from its second
     end on.
     """
 

@@ -127,7 +127,7 @@ def drawn_log_probs(
 
 
 def kept(scaled_nV: Float[Array, "n V"], sampling: Sampling, axes: tuple[str, ...]) -> Bool[Array, "n V"]:
-    """Which entries top_k and top_p keep. scaled_nV: logits / temperature, where the highest is 0."""
+    """Mask of entries that top_k and top_p keep. scaled_nV: logits / temperature, where the highest is 0."""
     order_nV = _order(scaled_nV.astype(jnp.float32))
     none_n = jnp.zeros(len(order_nV), jnp.uint32)
 

@@ -39,7 +39,7 @@ EXCHANGES = 100
 
 
 def slot_work(config: Config) -> float:
-    """What a slot costs besides attention, in query-key pairs, roughly.
+    """Cost of a slot besides attention, in query-key pairs, roughly.
 
     A layer's matrices have about 6 dim^2 numbers, and a pair costs about 2 dim in each attention layer.
     """
@@ -69,7 +69,7 @@ class Placement(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What a document takes. slots: if it stays whole. work: of its attention, in query-key pairs.
+    """A document's demand. slots: if it stays whole. work: of its attention, in query-key pairs.
 
     segments, frames: of the row's max_documents and audio_capacity. Only one segment can be cut.
     """
@@ -101,7 +101,7 @@ class Shares:
 
     @classmethod
     def of(cls, config: Config) -> "Shares | None":
-        """Those of a config; None under other layouts, and on one rank."""
+        """Limits of a config; None under other layouts, and on one rank."""
         ranks, data = config.mesh.context, config.data
         if config.compute.layout != "whole" or ranks == 1:
             return None

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 Size = tuple[int, ...]
-"""What a document takes of each thing that a buffer has a limit of."""
+"""A document's demand of each thing that a buffer has a limit of."""
 
 
 class PackedWindow(NamedTuple):

@@ -44,7 +44,7 @@ class CutSlots(NamedTuple):
         return 2 * self.chunk.sum(axis=1, keepdims=True, dtype=jnp.int32)
 
     def at(self, slot_RS: Int32[Array, "R S"]) -> "CutSlot":
-        """What these slots of a rank belong to. A slot of a whole document belongs to no cut one."""
+        """The documents of these slots of a rank. A slot of a whole document belongs to no cut one."""
         ends_RK1 = (self.start + 2 * self.chunk)[..., None]
         number_RS = (slot_RS[:, None] >= ends_RK1).sum(axis=1, dtype=jnp.int32)
         is_cut_RS = slot_RS < self.taken
@@ -76,7 +76,7 @@ class CutSlots(NamedTuple):
 
 
 class CutSlot(NamedTuple):
-    """What a slot of a rank belongs to; all but is_cut only mean something where that is True.
+    """The cut document of a slot of a rank; all but is_cut only mean something where that is True.
 
     number: of the cut document in its row. start, chunk: see CutSlots. offset: from the start of its chunk.
     """

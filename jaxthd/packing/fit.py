@@ -11,7 +11,7 @@ from jaxthd.packing.document import SUBSAMPLING, Document, segment_lengths
 
 
 class Fit(NamedTuple):
-    """How much of a buffer a document takes, and why it can never be packed, if so.
+    """A document's demand of a buffer, and the reason why it can never be packed, if there is one.
 
     slots: token slots, including those that round_to adds. segments: its segments in a buffer.
     chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
@@ -34,7 +34,7 @@ class Fit(NamedTuple):
 
     @property
     def size(self) -> Size:
-        """What it takes of the context ranks."""
+        """A document's demand of the context ranks."""
         return Size(self.slots, self.work, self.segments, sum(self.chunk_frames))
 
 
@@ -63,7 +63,7 @@ class BufferLimits:
 
     @classmethod
     def of(cls, config: Config) -> "BufferLimits":
-        """Those of a config, on its mesh."""
+        """Limits of a config, on its mesh."""
         data, encoder = config.data, config.model.encoder
         return cls(
             data.capacity,
@@ -146,7 +146,7 @@ class BufferLimits:
         )
 
     def first_run(self, fits: Sequence[Fit]) -> int:
-        """How many of the first documents make a row: the most that can be assigned to the context ranks.
+        """Number of the first documents that make a row: the most that can be assigned to the context ranks.
 
         fits: the Fit of each document of a buffer from the packer. Returns 0 if the first is unassignable.
         """

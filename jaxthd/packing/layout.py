@@ -37,7 +37,7 @@ Cuts = Int[np.ndarray, " K"]
 
 @dataclass(frozen=True)
 class DualChunkSwap:
-    """Which rank holds which of 2 * ranks equal chunks: the arithmetic, for NumPy and for jax.
+    """Ownership of 2 * ranks equal chunks by ranks: the arithmetic, for NumPy and for jax.
 
     Ranks and chunks may be ints or arrays of either, traced ones too. Every rank's first chunk is in the
     first half of the chunks, in the order of the ranks; every rank's second chunk is in the second half, in
@@ -120,7 +120,7 @@ class DualChunkSwap:
 
 @dataclass(frozen=True)
 class ContextLayout:
-    """How a row of a batch is laid out over the context axis.
+    """Layout of a row of a batch over the context axis.
 
     kind: "buffer" cuts the whole buffer, "whole" the documents that the row's `cuts` names. ranks: of the
         context axis; 1 cuts nothing.

@@ -69,7 +69,7 @@ class TokenArrays(NamedTuple):
 
     @classmethod
     def empty(cls, capacity: int) -> "TokenArrays":
-        """Those of a row that is all padding, to be written to."""
+        """Arrays of a row that is all padding, to be written to."""
         tokens, targets, segment_ids, positions, document_ids, prefixes = np.zeros((6, capacity), np.int32)
         weights = np.zeros(capacity, np.float32)
         return cls(tokens, targets, weights, segment_ids, positions, document_ids, prefixes)
@@ -209,7 +209,7 @@ def _place(
 
 
 def _keys_before(row: TokenArrays) -> Int[np.ndarray, " T"]:
-    """How many tokens precede each one, those of the segment that its own continues included."""
+    """Number of tokens before each one, those of the segment that its own continues included."""
     lengths = np.bincount(row.segment_ids, minlength=1)
     lengths[0] = 0
     return row.positions + lengths[row.prefixes]

@@ -57,7 +57,7 @@ class Prefixes(NamedTuple):
 
 
 class _Table(NamedTuple):
-    """What one rank knows of each segment, [..., R, D]; a neutral value where it holds none of its tokens.
+    """One rank's facts of each segment, [..., R, D]; a neutral value where it holds none of its tokens.
 
     first, stop: its slots in the row on that rank. begin, length: as in Prefixes. prefix: that segment's id,
     or 0.

@@ -26,8 +26,8 @@ class DocumentCut(NamedTuple):
 
 
 class Rectangle(NamedTuple):
-    """What this rank's queries see of another rank's keys: queries q_start <= i < q_end see keys k_start <= j
-    < k_end, every query every key. Empty where an end is not above its start.
+    """The part of another rank's keys that this rank's queries see: queries q_start <= i < q_end see keys
+    k_start <= j < k_end, every query every key. Empty where an end is not above its start.
 
     Slots of a row on the two ranks: [R, 1], or [R, T] where each token's document has a rectangle of its own.
     """

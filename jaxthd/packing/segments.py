@@ -84,7 +84,7 @@ class Segments:
 
     @property
     def in_window(self) -> "Segments":
-        """The same documents for attention in a window. Its keys are no runs of whole documents, so fused
+        """These documents for attention in a window. Its keys are no runs of whole documents, so fused
         attention cannot use them.
         """
         assert self.windowed is not None
@@ -106,7 +106,7 @@ class Segments:
 
     @property
     def swap(self) -> DualChunkSwap:
-        """Which context rank holds which chunks."""
+        """The chunks of each context rank."""
         return DualChunkSwap(self.context)
 
     @property
@@ -127,8 +127,8 @@ class Segments:
         return x.reshape(self.rows, self.context_chunks, -1, *x.shape[1:])
 
     def local_index(self, index_RD: Int32[Array, "R D"]) -> Int32[Array, " R_D"]:
-        """Which of this rank's N tokens have the given indices in their rows, [R * D]; -1 for -1, and for
-        tokens of other ranks.
+        """Positions among this rank's N tokens of the given indices in their rows, [R * D]; -1 for -1, and
+        for tokens of other ranks.
         """
         tokens = self.row_length
         local_RD, here_RD = index_RD, index_RD >= 0

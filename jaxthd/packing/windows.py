@@ -21,7 +21,7 @@ from jaxthd.packing.prefixes import Prefixes
 
 
 class Windowed(NamedTuple):
-    """What Segments.local, Segments.remote and the two fields of Prefixes become in a window.
+    """Counterparts in a window of Segments.local, Segments.remote and the two fields of Prefixes.
 
     prefix_local, prefix_remote: None where no segment continues another.
     """

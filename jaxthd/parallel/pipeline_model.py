@@ -20,8 +20,8 @@ Tree = Any
 
 
 class PreparedStage(NamedTuple):
-    """What a stage needs beside its input. trained: the weights that are differentiated, a linear function of
-    the parameters. fixed: other weights, and what follows from the batch.
+    """A stage's arguments beside its input. trained: the weights that are differentiated, a linear function
+    of the parameters. fixed: other weights, and what follows from the batch.
     """
 
     trained: Tree

@@ -1,4 +1,4 @@
-"""What a rank does in one tick of a pipeline schedule (parallel/schedule.py).
+"""One tick of a rank in a pipeline schedule (parallel/schedule.py).
 
 A tick has five parts, in this order, each of which runs only where the schedule asks for it: enter; a stage's
 forward pass; leave and its gradient; a stage's backward pass; the gradient of enter. What backward passes
@@ -69,7 +69,7 @@ class Tick(NamedTuple):
 
 
 class Carry(NamedTuple):
-    """What a rank holds between two ticks.
+    """State of a rank between two ticks.
 
     kept: of its stages' forward passes for their backward passes, leaves [slots, ...].
     entered: of `enter` for its gradient, leaves [in flight, ...].

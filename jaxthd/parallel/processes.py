@@ -36,9 +36,9 @@ from jaxthd.errors import UserError
 HEARTBEAT_SECONDS = 30
 """A process whose heartbeats stop for this long is considered gone."""
 START_SECONDS = 300
-"""How long processes wait for the others to start."""
+"""Seconds that processes wait for the others to start."""
 PATIENCE_SECONDS = 600
-"""How long processes wait at an exchange for one that is alive: longer than compiling takes."""
+"""Seconds that processes wait at an exchange for one that is alive: longer than compiling takes."""
 NOTICE_SECONDS = 5
 """Every process has been told within this time that another one is gone."""
 

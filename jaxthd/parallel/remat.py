@@ -1,4 +1,4 @@
-"""What the backward pass computes again: everything of a step, what is cheap, or gathered weights alone."""
+"""Recomputation in the backward pass: everything of a step, what is cheap, or gathered weights alone."""
 
 from collections.abc import Callable
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from jaxthd.config import ComputeConfig
 from jaxthd.ops.kept import KEPT
 
 Remat = bool | Literal["layers", "products"]
-"""What is recomputed in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
+"""Recomputation in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
 but for results of matrix products if "products"."""
 
 

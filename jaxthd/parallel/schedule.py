@@ -36,7 +36,7 @@ class Work(NamedTuple):
 
 
 class Schedule(NamedTuple):
-    """What every rank does in every tick.
+    """The table of what every rank does in every tick.
 
     slots: the most inputs that a rank keeps at once.
     enter, leave, back: the microbatch that, in a tick, enters the first stage, leaves the last stage, or

@@ -31,7 +31,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Cluster:
-    """What machines can do. Bandwidths are bytes a second into one GPU, or to storage from one machine.
+    """Speeds of machines. Bandwidths are bytes a second into one GPU, or to storage from one machine.
 
     flops: a second, of a GPU, at its peak. reached: the share of it that a step reaches. memory: bytes of a
     GPU that a run may use. audio_rate: seconds of audio that a worker process makes features of in a second.

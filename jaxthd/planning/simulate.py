@@ -235,7 +235,7 @@ def placed_rows(
 
 
 def fits_of(stream: Lengths, config: Config) -> list[Fit]:
-    """How each document fits, from its lengths alone."""
+    """The fit of each document, from its lengths alone."""
     slots, shares = slots_of(stream, config), Shares.of(config)
 
     def fit(slots: int, tokens: int, chunks: Sequence[int]) -> Fit:

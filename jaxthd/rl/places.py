@@ -65,7 +65,7 @@ class Places(NamedTuple):
 
 
 class InPlaces(NamedTuple):
-    """What the places of all data and context ranks hold.
+    """Contents of the places of all data and context ranks.
 
     active: whether the answer has not ended. drawn: its tokens so far, padded, leaves [places, m].
     """

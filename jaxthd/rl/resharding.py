@@ -28,7 +28,7 @@ PART_BYTES = 2**28
 
 
 class Leaf(NamedTuple):
-    """How an array moves. source, target: its shardings. shape, dtype: of the copy.
+    """Move of an array. source, target: its shardings. shape, dtype: of the copy.
 
     rows: for each layer of a stack, its row in the array and its row in the copy; None for what is no stack.
     is_there: the array is the same on both meshes, and needs no copy.
@@ -43,7 +43,7 @@ class Leaf(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Of the whole copy."""
+        """Bytes of the whole copy."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -103,7 +103,7 @@ def _leaves(here: Blueprint, mesh: Mesh, there: Blueprint, other: Mesh) -> Itera
 
 
 def used_shapes(blueprint: Blueprint, mesh: Mesh) -> tuple[Tree, Tree]:
-    """What Resharding makes for this mesh, with ShapeDtypeStructs on their shardings for arrays."""
+    """The trees that Resharding makes for this mesh, with ShapeDtypeStructs on their shardings for arrays."""
     shapes = tuple(nnx.to_pure_dict(nnx.state(blueprint.model, kind)) for kind in (nnx.Param, Buffer))
     dtypes = blueprint.used_dtypes, jax.tree.map(lambda x: x.dtype, shapes[1])
 

@@ -1,9 +1,9 @@
-"""What the C library does with host memory that is freed."""
+"""The C library's treatment of host memory that is freed."""
 
 import ctypes
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
-"""Of mallopt (man 3 mallopt)."""
+"""Parameters of mallopt (man 3 mallopt)."""
 
 
 def keep_freed_memory() -> bool:

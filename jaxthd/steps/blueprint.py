@@ -52,7 +52,7 @@ class Blueprint:
 
     @cached_property
     def canonical_model(self) -> SpeechLM:
-        """The same in the canonical form, whose layers are not divided into stages (steps/state.py).
+        """This model in the canonical form, whose layers are not divided into stages (steps/state.py).
 
         What a pipeline divides by layers is FSDP-sharded over its ranks too, so that no rank holds more of
         the canonical form than of the other, or hardly more.
@@ -104,12 +104,12 @@ class Blueprint:
 
     @cached_property
     def schedule(self) -> Schedule:
-        """Which microbatch each pipeline rank computes when, forward and backward."""
+        """The schedule of microbatches on each pipeline rank, forward and backward."""
         return self._schedule(backward=True)
 
     @cached_property
     def forward_schedule(self) -> Schedule:
-        """The same for the forward pass alone."""
+        """The schedule of the forward pass alone."""
         return self._schedule(backward=False)
 
     def initial_weights(self) -> tuple[Tree, Tree]:

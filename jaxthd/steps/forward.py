@@ -77,7 +77,8 @@ class Counts(NamedTuple):
 
 
 class Bypass(NamedTuple):
-    """What goes from `enter` to `leave`, past the stages: embeddings of this rank's residual stream, [n, D].
+    """Values that go from `enter` to `leave`, past the stages: embeddings of this rank's residual stream, [n,
+    D].
 
     future: of each depth's future tokens. own: of the tokens themselves, for the CTC loss; else None.
     """
@@ -87,7 +88,7 @@ class Bypass(NamedTuple):
 
 
 class Left(NamedTuple):
-    """What `leave` returns beside the share to differentiate.
+    """Results of `leave` beside the share to differentiate.
 
     objective: this rank's shares of the objective's quotients, by name. extremes: this rank's
     Objective.extremes. future: shares of those of FuturePrediction. ctc: of the CTC loss; None without it.
@@ -105,7 +106,8 @@ def objective_of(config: Config) -> Objective:
 
 
 def policy_temperature(config: Config) -> float:
-    """Of the softmax that trains, and that a policy is compared with others by."""
+    """Softmax temperature of training log-probabilities: rollout.temperature for policy objectives, else
+    1."""
     return config.rollout.temperature if objective_of(config).is_policy else 1.0
 
 
@@ -290,7 +292,7 @@ class Forward:
         )
 
     def _left(self, logp_N: Array, batch: Batch) -> Left:
-        """What the objective makes of the next tokens' log-probabilities."""
+        """The objective's sums from the next tokens' log-probabilities."""
         assert self._counts is not None
         logp_RT, tokens = (
             logp_N.reshape(batch.tokens.shape),
@@ -314,7 +316,7 @@ def with_encoder(buffers: Tree, encoder: Tree) -> Tree:
 
 
 def auxiliary_share(config: Config, routing: Routing, real: Array) -> Array:
-    """What MoE layers add to this rank's share of the objective: the mean over all that a step runs.
+    """Addition of MoE layers to this rank's share of the objective: the mean over all that a step runs.
 
     real: tokens that these layers route in a step.
     """

@@ -20,7 +20,7 @@ from jaxthd.steps.blueprint import Blueprint, Tree
 
 
 class Draws(NamedTuple):
-    """How tokens are drawn. keys: 64 random bits for each document, in the order of the prompts."""
+    """Settings of drawing tokens. keys: 64 random bits for each document, in the order of the prompts."""
 
     keys: UInt32[Any, "RD 2"]
     sampling: Sampling

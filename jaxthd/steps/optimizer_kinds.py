@@ -26,7 +26,7 @@ _check = partial(check_number, setting=OPTIONS)
 
 
 class Trained(NamedTuple):
-    """What an optimizer knows of the parameters that train. Trees with None for the others, but for specs.
+    """An optimizer's facts about the parameters that train. Trees with None for the others, but for specs.
 
     rates: the learning rate by updates done. decayed: whether weight decay applies. projections: whether it
     is a matrix that multiplies activations. stacked: the number of leading dims that stack parameters.

@@ -46,7 +46,7 @@ from jaxthd.steps.state import TrainState, state_shardings
 
 
 class StepMetrics(NamedTuple):
-    """What a step measures, on the devices; scalars.
+    """Measurements of a step, on the devices; scalars.
 
     loss: the objective's; for SFT the mean negative log-likelihood over the supervised tokens, natural log.
     grad_norm: before clipping. learning_rate: of this step. skipped, skipped_in_a_row: the state's counts,

@@ -58,7 +58,7 @@ Settings: --GROUP.SETTING VALUE. Those of type bool are set by --GROUP.X or --GR
 
 
 class CommandLine(NamedTuple):
-    """What a command was given.
+    """Arguments that a command was given.
 
     config: the settings of the source, with the overrides. path: the config file or the run's folder. run:
     the run whose settings they are, with its @; None for a config file. options: the command's own. given:

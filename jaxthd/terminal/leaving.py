@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
 EXIT_SECONDS = 10.0
-"""How long Python may take to exit once the command is done and all is saved."""
+"""Seconds that Python may take to exit once the command is done and all is saved."""
 
 _why: list[str] = []
 

@@ -1,4 +1,4 @@
-"""What commands and benchmarks print: tables, sizes, and claims that hold or fail."""
+"""Output of commands and benchmarks: tables, sizes, and claims that hold or fail."""
 
 import sys
 import unicodedata
@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 
 class Claim(NamedTuple):
-    """What a benchmark or a check asserts, and whether it holds."""
+    """Assertion of a benchmark or a check, and whether it holds."""
 
     text: str
     holds: bool

@@ -208,7 +208,7 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
 
 
 def _audio_of(batch: Batch, row: int, slots: Int[np.ndarray, " slots"]) -> list[Shaped[np.ndarray, "..."]]:
-    """Which tokens of a document are audio frames, and the features of these."""
+    """Mask of a document's tokens that are audio frames, and the features of these."""
     frames = batch.audio_slots[row, slots]
     at = frames[frames >= 0]
     features = (x.reshape(-1, SUBSAMPLING, *x.shape[1:])[at] for x in (batch.mels[row], batch.mel_mask[row]))

@@ -1,4 +1,4 @@
-"""What a configuration must satisfy: checked before data is read or a weight exists.
+"""Requirements of a configuration: checked before data is read or a weight exists.
 
 `validate` is a pure function of a configuration and of facts about the machine. Single values come first
 (values.py): each must have its annotated type, and be within its bounds. Where all are, the rules follow:

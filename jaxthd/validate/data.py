@@ -1,4 +1,4 @@
-"""What is read: manifests, validation sets, prompts, chat templates, SpecAugment."""
+"""Rules about data: manifests, validation sets, prompts, chat templates, SpecAugment."""
 
 import math
 import re
@@ -31,7 +31,7 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 @RULES.rule
 def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Which columns there are is not known before the data is read."""
+    """The columns are not known before the data is read."""
     for setting in config.data.columns:
         if not is_column(setting):
             fields = ", ".join(sorted(FIELDS))

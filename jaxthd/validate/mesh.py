@@ -1,4 +1,4 @@
-"""What the mesh divides over ranks: devices, buffers, heads, layers, vocabulary, experts."""
+"""Rules about what the mesh divides over ranks: devices, buffers, heads, layers, vocabulary, experts."""
 
 import math
 from collections.abc import Iterator

@@ -229,7 +229,7 @@ def _dtype(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 @RULES.rule
 def _fused_attention(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """What depends on versions and on buffers is checked at admission (jaxthd/kernels/choose.py)."""
+    """All that depends on versions and on buffers is checked at admission (jaxthd/kernels/choose.py)."""
     backend, llm = config.compute.attention_backend, config.model.llm
     dims = [llm.latent_attention.kernel_head_dim] if "L" in llm.kinds else []
     if not dims or set("*W") & set(llm.kinds):

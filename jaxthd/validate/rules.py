@@ -1,4 +1,4 @@
-"""What a rule is, and helpers that the groups of rules share."""
+"""A rule, and helpers that the groups of rules share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ from jaxthd.steps.blueprint import Blueprint
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """What a run depends on besides its configuration.
+    """Facts that a run depends on besides its configuration.
 
     platform: jax's name of the backend, such as "cpu" or "gpu". devices: their number. kind: their name.
     compute_capability: that of an NVIDIA GPU, such as "9.0"; None where unknown.
@@ -47,7 +47,7 @@ class DeviceFacts:
 
 
 class Finding(NamedTuple):
-    """What was found, what was expected, and what to change. An error unless is_warning."""
+    """A fault of a configuration: what was found, expected, and to be changed. An error unless is_warning."""
 
     found: str
     expected: str

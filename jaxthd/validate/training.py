@@ -1,4 +1,4 @@
-"""What is trained, and how."""
+"""Rules about training."""
 
 import math
 from collections.abc import Iterator

@@ -19,7 +19,7 @@ from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, load_audio
 from jaxthd.data.example import Clip
 
 LOW_PASS_ORDER = 8
-"""Of the Butterworth filter: 48 dB an octave."""
+"""Order of the Butterworth filter: 48 dB an octave."""
 
 Audio = Float32[np.ndarray, " _"]
 
@@ -90,7 +90,7 @@ def _excerpt(noise: Clip, samples: int, rng: np.random.Generator) -> Audio | Non
 
 
 def drawn_speed(config: AugmentConfig, seed: int, epoch: int, key: str) -> float:
-    """How many times as fast a recording is played in an epoch. key: names the recording."""
+    """The factor by which a recording is sped up in an epoch. key: names the recording."""
     if not config.speed:
         return 1.0
     rng = document_rng(seed, epoch, f"{key}/speed")

@@ -205,7 +205,7 @@ def _brief(error: Exception) -> str:
 
 
 class _Columns(NamedTuple):
-    """What columns of a table are read.
+    """The columns of a table that are read.
 
     fields: {field: column}, of those that are read here. audio: the column of recordings; "" for none.
     rate: that of their sampling rates; "" for none. name: what is read of `audio` for its path; "" for

@@ -1,4 +1,4 @@
-"""What a mixer offers: the part of a decoder layer between its norm and its residual sum.
+"""The contract of a mixer: the part of a decoder layer between its norm and its residual sum.
 
 A kind of layer is a file of this package that ends in a LayerKind, and a name in LAYER_KINDS (registry.py).
 

@@ -29,7 +29,7 @@ UNIT_EPS = 1e-6
 
 
 class Convolved(NamedTuple):
-    """What the convolution runs over; side by side before it, apart again after it. leaves [N, ...]."""
+    """Inputs of the convolution; side by side before it, apart again after it. leaves [N, ...]."""
 
     q: Array
     k: Array

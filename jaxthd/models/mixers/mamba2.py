@@ -27,7 +27,7 @@ from jaxthd.parallel.params import Init, over_tensor, own_part
 
 
 class Convolved(NamedTuple):
-    """What the convolution runs over; side by side before it, apart again after it. leaves [N, ...]."""
+    """Inputs of the convolution; side by side before it, apart again after it. leaves [N, ...]."""
 
     x: Array
     b: Array

@@ -1,4 +1,4 @@
-"""What an attention back-end is: two calls, forward and backward, for the ring, all-gather and one device.
+"""The contract of an attention back-end: a forward and a backward call, for ring, all-gather and one device.
 
 A call takes one packed buffer of queries and one of keys, inside the manual shard_map, and is one of two:
 
@@ -35,7 +35,7 @@ from jaxthd.packing.segments import Segments
 
 
 class Call(NamedTuple):
-    """Which keys the queries see.
+    """The keys that the queries see.
 
     causal: True for the local call, False for others. block: the blockwise back-end's block size.
     alone: the queries see no other keys than this call's. Then results may have the queries' dtype.
@@ -78,7 +78,8 @@ def _documents(segments: Segments) -> int | None:
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What decides whether a kernel can compute a rank's attention. dtype: that of queries, keys and values.
+    """Facts that decide whether a kernel can compute a rank's attention. dtype: that of queries, keys and
+    values.
 
     tokens, documents: the most that all buffers of a call hold together; 0 where that is not known.
     """

@@ -73,7 +73,7 @@ def _too_large(shape: AttentionShape) -> str | None:
 
 
 def changed() -> str | None:
-    """How jax's private functions differ from those that this file calls; None if they do not."""
+    """Difference of jax's private functions from those that this file calls; None if there is none."""
     try:
         from jax._src.cudnn import fused_attention_stablehlo as module
 

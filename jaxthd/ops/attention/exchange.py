@@ -1,4 +1,4 @@
-"""How attention gets the keys and values of the other context ranks: passed around, or all gathered before.
+"""Exchange of keys and values between context ranks: passed around, or all gathered before.
 
 Either way the ranks are one loop over what the queries see of each (Segments.remote), so a program does not
 grow with them.
@@ -30,7 +30,7 @@ class Part(NamedTuple):
 
 
 def local_parts(segments: Segments, backend: str) -> list[Part]:
-    """What to compute of this rank's keys."""
+    """The attention to compute with this rank's keys."""
     prefix = segments.prefixes and segments.prefixes.local
     local = Part(BACKENDS[backend], local_call(segments))
     return [local, *_prefix_parts(prefix, segments, backend)]
@@ -87,7 +87,7 @@ def over_ranks(
 
 
 class _Keys(NamedTuple):
-    """Which keys of a rank the queries see: those of their documents; and of the prefixes, if there are any.
+    """The keys of a rank that the queries see: of their documents; and of the prefixes, if there are any.
     Of several ring steps: arrays with a first dim of steps."""
 
     own: KeyIntervals
@@ -95,7 +95,7 @@ class _Keys(NamedTuple):
 
 
 def _remote_parts(keys: _Keys, segments: Segments, backend: str) -> list[Part]:
-    """What to compute of another rank's keys."""
+    """The attention to compute with another rank's keys."""
     remote = Part(BACKENDS[backend], remote_call(segments, keys.own))
     return [remote, *_prefix_parts(keys.prefix, segments, backend)]
 
@@ -107,7 +107,7 @@ def _prefix_parts(prefix: KeyIntervals | None, segments: Segments, backend: str)
 
 
 def _remote_keys(segments: Segments) -> _Keys:
-    """Of all ring steps but the local one."""
+    """Offsets of all ring steps but the local one."""
     assert segments.remote is not None
     return _Keys(segments.remote, segments.prefixes and segments.prefixes.remote)
 

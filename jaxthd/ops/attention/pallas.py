@@ -141,7 +141,7 @@ def forward(
 
 
 class Cotangents(NamedTuple):
-    """What a backward call is given besides the forward call's arguments. lse: over all keys that a query
+    """A backward call's arguments besides the forward call's. lse: over all keys that a query
     sees. product: sum of dout * out."""
 
     dout: Float[Array, "N H V"]
@@ -157,7 +157,7 @@ class Cotangents(NamedTuple):
 
 
 class _Backward(NamedTuple):
-    """What both backward kernels are given: arrays filled up to whole tiles. dtype: of the gradients, but for
+    """Arguments of both backward kernels: arrays filled up to whole tiles. dtype: of the gradients, but for
     that of the bias."""
 
     q: Float[Array, "N H D"]

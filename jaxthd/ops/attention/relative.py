@@ -25,7 +25,7 @@ from jaxthd.ops.numerics import accumulation_dtype
 
 @dataclass(frozen=True)
 class RelativeShape:
-    """What decides whether the kernels can compute an encoder's attention. longest: frames of a clip."""
+    """Facts that decide whether the kernels can compute an encoder's attention. longest: frames of a clip."""
 
     dtype: str
     heads: int
@@ -49,7 +49,7 @@ def width(longest: int) -> int:
 
 
 def distances(longest: int) -> Int32[Array, " W"]:
-    """How far the query is behind the key, for each entry of a bias: W // 2 down to -(W // 2) + 1."""
+    """Distance of the query behind the key, for each entry of a bias: W // 2 down to -(W // 2) + 1."""
     entries = width(longest)
     return entries // 2 - jnp.arange(entries, dtype=jnp.int32)
 

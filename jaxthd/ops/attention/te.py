@@ -29,7 +29,7 @@ from jaxthd.ops.backend import Device, version_numbers
 LEAST = (2, 18)
 """Earlier versions gave wrong gradients on compute capability 12.0."""
 BAD = {"12.0": "gradients of packed attention were measured 8 to 960 times off in every layer"}
-"""What is wrong, by compute capability. There the JAX side allocates the log-sum-exp in another layout than
+"""Known faults, by compute capability. There the JAX side allocates the log-sum-exp in another layout than
 the kernel's."""
 
 

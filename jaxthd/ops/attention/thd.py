@@ -104,7 +104,7 @@ def keep(where: Array, x: Array, fill: float = 0.0) -> Array:
 
 
 def unfit_shape(shape: AttentionShape, platform: str) -> str | None:
-    """What every fused kernel requires whatever the versions. platform: jax's name."""
+    """Requirements of every fused kernel, whatever the versions. platform: jax's name."""
     reason = not_nvidia(platform)
     if reason:
         return reason

@@ -53,8 +53,8 @@ def outputs_and_states(
 def _from_entering_states(
     inputs: DeltaInputs, added_EHKV: Array, segments: Segments, at: Array, chunk: int
 ) -> tuple[Array, Array]:
-    """What the states that enter context chunks of cut documents add to outputs, and to the states after the
-    first of the tokens `at`; the last of these are the chunks' ends.
+    """Additions of the states that enter context chunks of cut documents to outputs, and to the states after
+    the first of the tokens `at`; the last of these are the chunks' ends.
     """
     cut, (chunks_E, heads, key_dim, _) = segments.cut, added_EHKV.shape
     assert cut is not None

@@ -37,7 +37,7 @@ from jaxthd.packing.segments import Segments
 
 
 class DeltaInputs(NamedTuple):
-    """What the rule takes. q, k, v in the compute dtype, decay (a logarithm, at most 0) and rate in the
+    """Inputs of the rule. q, k, v in the compute dtype, decay (a logarithm, at most 0) and rate in the
     accumulation dtype promote(float32, q's). Value head i has the key head i // (H / G).
     """
 
@@ -136,7 +136,7 @@ class _System(NamedTuple):
 
 
 class _Entering(NamedTuple):
-    """Of tokens whose document began in their scan chunk, from a given state: what this state, decayed up to
+    """For tokens whose document began in their scan chunk, from a given state: what this state, decayed up to
     the token, answers to their keys and queries; and that state decayed to the scan chunk's end, if the last
     document is such a one. Else 0.
     """
@@ -148,7 +148,7 @@ class _Entering(NamedTuple):
     number_CQ: Array
 
     def states(self, c_D: Array, q_D: Array) -> Array:
-        """Those decayed up to the tokens q of scan chunks c, [D, G, h, K, V]."""
+        """States decayed up to the tokens q of scan chunks c, [D, G, h, K, V]."""
         since_DGh = self.since_CGhQ[c_D, :, :, q_D]
         return since_DGh[..., None, None] * self.state_EGhKV[jnp.maximum(self.number_CQ[c_D, q_D] - 1, 0)]
 
@@ -205,7 +205,7 @@ def _written_from_zero(chunks: _Chunks, decays: Decays, system: _System, enterin
 
 
 class _Step(NamedTuple):
-    """What a scan chunk does to the state: decay state + keys^T (written - reads state) + entering."""
+    """A scan chunk's map of the state: decay state + keys^T (written - reads state) + entering."""
 
     decay_ZGh: Array
     keys_ZGhQK: Array

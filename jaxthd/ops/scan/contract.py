@@ -1,4 +1,4 @@
-"""What a back-end of the scan is: one function, differentiable, called inside the manual shard_map.
+"""The contract of a back-end of the scan: one function, differentiable, called inside the manual shard_map.
 
 Legend: N tokens, H heads, P head dim, G groups, S state dim.
 """
@@ -14,7 +14,7 @@ from jaxthd.ops.backend import Device
 
 @dataclass(frozen=True)
 class ScanShape:
-    """What a scan's kernels are compiled for.
+    """Shapes and settings that a scan's kernels are compiled for.
 
     dtype: of x, B and C. heads, groups, head_dim, state: of what one rank scans. chunk: tokens of a scan
     chunk.

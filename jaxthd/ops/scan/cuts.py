@@ -36,8 +36,8 @@ def from_entering_states(
     *,
     chunk: int,
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
-    """What the states that enter context chunks of cut documents add to outputs, and to the states after the
-    tokens at_D; 0 elsewhere.
+    """Additions of the states that enter context chunks of cut documents to outputs, and to the states after
+    the tokens at_D; 0 elsewhere.
 
     Arguments and dtypes: as ssd_and_states has them; segments.cut is not None.
     """

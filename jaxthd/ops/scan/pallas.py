@@ -136,7 +136,7 @@ def chunk_of(chunk: int, length: int) -> int:
 
 
 def why_unfit(chunk: int, head_dim: int, state: int, dtype: str) -> list[str]:
-    """What of a scan's shape the kernels do not take, in words; empty if they take it."""
+    """Reason why the kernels do not take a scan's shape, in words; empty if they take it."""
     sizes = {"chunk": chunk, "head dim": head_dim, "state": state}
     unfit = [
         f"{name} {size} is no power of two from {SMALLEST} up"

@@ -57,8 +57,8 @@ class Tokens(NamedTuple):
 
 
 class Carried(NamedTuple):
-    """What enters each context chunk from other ranks: state [Z, H, S, P], float32. fade: how much of it is
-    left before each scan chunk (backward: after it) [H, C].
+    """State that enters each context chunk from other ranks: state [Z, H, S, P], float32. fade: how much of
+    it is left before each scan chunk (backward: after it) [H, C].
     """
 
     fade: Array

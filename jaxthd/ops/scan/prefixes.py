@@ -40,7 +40,7 @@ def ssd_and_prefix_outputs(
     *,
     chunk: int,
 ) -> tuple[Float[Array, "N H P"], Float[Array, "N H P"]]:
-    """What ssd gives where every document stands alone; and what documents get from their prefixes.
+    """Output of ssd where every document stands alone; and what documents get from their prefixes.
 
     Arguments and dtypes: as ssd's; segments.prefixes is not None.
     """

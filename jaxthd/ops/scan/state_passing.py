@@ -32,14 +32,14 @@ M = TypeVar("M", bound="StateMap")
 
 @runtime_checkable
 class StateMap(Protocol):
-    """What consecutive tokens do to the state that enters them: state -> A state + added.
+    """Map that consecutive tokens apply to the state that enters them: state -> A state + added.
 
     A NamedTuple of arrays, all with the same leading dims.
     """
 
     @property
     def added(self) -> Array:
-        """What a zero state becomes; the shape and dtype of a state."""
+        """Image of a zero state; the shape and dtype of a state."""
         ...
 
     def on(self, state: Array) -> Array:

@@ -13,4 +13,4 @@ TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
     "mlflow": MLflow,
 }
 LEAVE_BEHIND: Mapping[str, Callable[[], None]] = {"wandb": leave_behind}
-"""What to do about a tracker that does not end, so that it does not keep the process alive."""
+"""Actions for a tracker that does not end, so that it does not keep the process alive."""

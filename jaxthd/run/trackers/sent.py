@@ -1,4 +1,4 @@
-"""What a tracker with a store of its own, such as W&B, has of a run: kept for when it is continued."""
+"""The part of a run that a tracker with a store of its own, such as W&B, has: kept for when it continues."""
 
 from jaxthd.files.jsonl import append_line, read_lines, write_lines
 from jaxthd.run.trackers.tracker import TrackedRun

@@ -1,4 +1,4 @@
-"""What a tracker is: something that shows a run's metrics, such as TensorBoard, to people."""
+"""The contract of a tracker: something that shows a run's metrics, such as TensorBoard, to people."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -17,7 +17,7 @@ from jaxthd.terminal.leaving import may_hang
 
 PROJECT = "jaxthd"
 LEAVE_SECONDS = 1.0
-"""How long W&B may take to forget its exit hook."""
+"""Seconds that W&B may take to forget its exit hook."""
 FLUSH_SECONDS = 1.0
 """Most seconds that W&B keeps a step in memory alone, in versions of it that can be told."""
 

@@ -13,7 +13,7 @@ WHOLE, LAST = 1, 4
 
 
 def histories(workdir: Path, run_id: str) -> Iterator[dict[str, Any]]:
-    """What was logged to a run offline, a dict by names with "_step", from the first on.
+    """The lines that were logged to a run offline, a dict by names with "_step", from the first on.
 
     workdir: that has W&B's folder wandb. Needs the package wandb.
     """
