@@ -35,7 +35,7 @@ def config() -> Config:
         ),
         # What is cheap is computed again. So the temporary memory stays under 64 MiB, and the process keeps
         # it from step to step (jaxthd/run/host_memory.py). To keep all activations would take longer.
-        compute=ComputeConfig(remat_keep="products"),
+        compute=ComputeConfig(remat="selective"),
         train=TrainConfig(
             steps=3200,
             learning_rate=8e-4,

@@ -37,7 +37,7 @@ def config() -> Config:
         # What is cheap is computed again: the step needs 59 MB of temporary memory in place of 120 MB, and
         # takes as long. With --mesh.context 2 the process keeps only arrays of up to 64 MiB from step to step
         # (jaxthd/run/host_memory.py).
-        compute=ComputeConfig(remat_keep="products"),
+        compute=ComputeConfig(remat="selective"),
         train=TrainConfig(
             steps=900,
             learning_rate=1.5e-3,

@@ -99,16 +99,16 @@ def passes_section(pattern: str = "--------") -> list[Claim]:
     """
     base = tiny(MeshConfig(pipeline=2), pattern, rows=4, microbatches=4)
     compiled = {choice: program(with_remat(base, choice)) for choice in CHOICES}
-    passes = {choice: forward_passes(base, each, compiled[False]) for choice, each in compiled.items()}
-    rows = [[str(choice), f"{passes[choice]:.1f}", each.temporary] for choice, each in compiled.items()]
+    passes = {choice: forward_passes(base, each, compiled["none"]) for choice, each in compiled.items()}
+    rows = [[choice, f"{passes[choice]:.1f}", each.temporary] for choice, each in compiled.items()]
     show(
         f"What a pipeline stage recomputes; pipeline 2, layers {pattern}",
-        "remat_llm|forward passes|temporary",
+        "compute.remat|forward passes|temporary",
         rows,
     )
     temporary = [each.temporary for each in compiled.values()]
     return [
-        Claim(f"with all kept a stage runs forward {passes[False]:.2f} times (1)", passes[False] == 1),
+        Claim(f"with all kept a stage runs forward {passes['none']:.2f} times (1)", passes["none"] == 1),
         Claim("temporary memory grows with what is kept", temporary == sorted(temporary)),
     ]
 

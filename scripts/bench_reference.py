@@ -11,7 +11,7 @@ ids are random, and every token but the first is predicted. Neither side compute
 up.
 
 - jaxthd: buffers of --capacity tokens, by the product's packer and its loss and gradient; with the layers'
-  activations kept (as the reference keeps them) and with compute.remat_llm; layers written out
+  activations kept (as the reference keeps them) and recomputing them; layers written out
   (compute.unroll_layers).
 - transformers: batches of 16, each padded on the right to its longest, labels masked on padding, in random
   order and sorted by length; the scan in chunks of 128 tokens (the library's default) and of 32 (the fastest
@@ -37,7 +37,7 @@ import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -174,10 +174,12 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     batches = [put_batch(row.batch, mesh) for row in grain.MapDataset.source(packed).pipe(pack)]
     params, buffers = load_weights([folder / "published"], Blueprint(Config(model=model)), mesh, partly=False)
     ways, programs = {}, {}
-    for name, remat in (("jaxthd, packed", False), ("jaxthd, packed, recomputing", True)):
+    choices: dict[str, Literal["none", "full"]]
+    choices = {"jaxthd, packed": "none", "jaxthd, packed, recomputing": "full"}
+    for name, remat in choices.items():
         config = Config(
             model=model,
-            compute=ComputeConfig(remat_llm=remat, unroll_layers=True, block_sizes=BlockSizes(attention=64)),
+            compute=ComputeConfig(remat=remat, unroll_layers=True, block_sizes=BlockSizes(attention=64)),
         )
         program = programs[name] = jax.jit(loss_and_gradient(Blueprint(config), mesh))
 

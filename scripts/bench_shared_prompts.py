@@ -6,7 +6,7 @@ Groups of answers to one prompt are packed with the prompt's slots shared, and w
 before every answer (posttraining.share_prompts). Both train on the same targets. Only the decoder is counted:
 a recording is encoded once in either case.
 
-Flops are those of loss and gradient, recomputing layers in the backward pass (compute.remat_llm), as XLA
+Flops are those of loss and gradient, recomputing layers in the backward pass (compute.remat full), as XLA
 counts them in the program compiled for a layer of each kind with the widths of Nemotron-3-Nano (nothing is
 run). XLA counts a loop's body once. The loops over the loss have one turn here. Two remain, and what is
 missing is added in closed form: attention's blocks, from the key intervals of the packed buffers; and the

@@ -1,7 +1,7 @@
 """What a setting costs: time of a step, memory and compilation, by turns with the config's own.
 
     python scripts/bench_step.py configs/first_run.py --with train.optimizer=lion --with train.optimizer=muon
-    python scripts/bench_step.py my.py --with compute.remat_llm=0,compute.unroll_layers=1
+    python scripts/bench_step.py my.py --with compute.remat=none,compute.unroll_layers=1
 
 Trains on one batch of the config's data. A step of the config as it is, and one with each --with (settings
 with commas between them), alternate: whatever else the machine does slows all of them. `state` are a device's
@@ -27,6 +27,7 @@ from jaxthd.data.dataset import SpeechData
 from jaxthd.files.config_file import load_config
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
+from jaxthd.run.host_memory import keep_freed_memory
 from jaxthd.run.startup import prepared, simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
@@ -67,7 +68,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--with", action="append", default=[], dest="changes", metavar="NAME=VALUE,...")
     options = parser.parse_args(argv)
     own = load_config(options.config)
-    simulate_devices(own.mesh.devices)
+    if simulate_devices(own.mesh.devices):
+        keep_freed_memory()  # as jaxthd train does on CPUs
     own = prepared(replace(own, data=replace(own.data, validation_manifest="")))
     with tempfile.TemporaryDirectory() as folder:
         batch = first_batch(own, folder)

@@ -79,7 +79,7 @@ def layer_bytes(
 
     Every rank holds all parameters. Backward gives the gradients of input and parameters; summing the latter
     over the ranks is not included.
-    recompute: the forward pass runs again before the backward one, as in training (compute.remat_llm).
+    recompute: the forward pass runs again before the backward one, as in training (compute.remat full).
     width, cut: under the layout "whole", packing.cuts.CutDocuments.width and the cut documents of the buffer.
     """
     sizes = MeshConfig(context=context)

@@ -2,7 +2,7 @@
 
 import time
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 from flax import nnx
@@ -43,8 +43,9 @@ TINY = ModelConfig(
         shared_expert_dim=128,
     ),
 )
+Remat = Literal["full", "none"]
 COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=64, loss=64))
-CHOICES = (True, False)
+CHOICES: tuple[Remat, ...] = ("full", "none")
 
 
 class Program(NamedTuple):
@@ -104,8 +105,8 @@ def matrix_bytes(config: Config) -> int:
     )
 
 
-def with_remat(config: Config, remat_llm: bool) -> Config:
-    return replace(config, compute=replace(config.compute, remat_llm=remat_llm))
+def with_remat(config: Config, remat: Remat) -> Config:
+    return replace(config, compute=replace(config.compute, remat=remat))
 
 
 def forward_passes(config: Config, program: Program, kept: Program) -> float:

@@ -171,7 +171,7 @@ def run_config(
     """The config of a run. One device keeps activations, more recompute them: the result is the same."""
     alone = data == context == 1
     compute = vars(COMPUTE) | {"context_exchange": exchange, "dtype": dtype, "context_layout": layout}
-    compute |= {"remat_encoder": not alone, "remat_llm": not alone}
+    compute |= {"remat": "none" if alone else "full"}
     return Config(
         mesh=MeshConfig(data=data, context=context),
         model=MODEL,

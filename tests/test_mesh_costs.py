@@ -22,7 +22,7 @@ def test_memory_of_a_pipeline_does_not_grow_with_the_microbatches() -> None:
 def test_a_stage_runs_forward_as_often_as_it_must() -> None:
     """Of a recomputed MLP the second product is not needed: half a pass."""
     config = costs.tiny(MeshConfig(pipeline=2), "----", rows=2, microbatches=2, tokens=64)
-    kept, recomputed = (costs.program(costs.with_remat(config, x)) for x in (False, True))
+    recomputed, kept = (costs.program(costs.with_remat(config, x)) for x in costs.CHOICES)
     passes = [costs.forward_passes(config, x, kept) for x in (kept, recomputed)]
     assert passes == [1.0, 1.5]
 

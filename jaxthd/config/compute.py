@@ -82,16 +82,13 @@ class ComputeConfig:
     GPU. "auto": on GPUs "pallas" where it is admitted, else "xla"."""
     kernels_unverified: bool = False
     """Use the back-end that was asked for even if the measurement refuses it."""
-    remat_encoder: bool = True
-    """Recompute the encoder's blocks and its subsampling in the backward pass instead of keeping their
-    activations. Those of the subsampling are as large as many blocks'."""
-    remat_llm: bool = True
-    """Recompute the decoder's blocks in the same way."""
-    remat_keep: Literal["nothing", "layers", "products"] = "nothing"
-    """Activations kept where the decoder or the encoder is recomputed. "nothing": only the input of each
-    repeat of the decoder's pattern, whose layers are recomputed together. "layers": the input of each layer.
-    "products": the results of matrix products and of attention too; then only what is cheap is computed
-    again."""
+    remat: Literal["auto", "none", "selective", "layers", "full"] = "auto"
+    """Activations that the backward pass computes again, instead of keeping them since the forward pass.
+    "none": all are kept. "selective": those that are cheap; results of matrix products, of attention and of
+    scans are kept. "layers": those inside a layer; its input is kept. "full": those inside a repeat of the
+    decoder's pattern, inside a block of the encoder and inside its subsampling. "auto": jaxthd train takes
+    the first of none, selective and full whose compiled step fits into the devices' memory; other commands
+    take full."""
     unroll_layers: bool = False
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA

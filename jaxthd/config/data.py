@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from jaxthd.config.values import Decay, Index, Range, Share
+from jaxthd.config.values import Decay, Index, Range, Share, Unset
 from jaxthd.errors import UserError
 
 Bounds = tuple[float, float]
@@ -140,13 +140,14 @@ class DataConfig:
     rows: int = 1
     """Buffers in a step, over all data ranks. Each row is a stream of its own, so the mesh never changes
     the data."""
-    capacity: int = 2048
-    """Token slots of a buffer."""
-    max_documents: int = 64
-    """Most documents in a buffer; the packer never exceeds it."""
-    audio_capacity: Index = 16000
+    capacity: int = Unset(2048)
+    """Token slots of a buffer. A training run derives it from the lengths of its documents where it is not
+    given, as jaxthd plan does, and keeps it. Other commands take the default."""
+    max_documents: int = Unset(64)
+    """Most documents in a buffer; the packer never exceeds it. Not given, it is derived as data.capacity."""
+    audio_capacity: Index = Unset(16000)  # noqa: RUF009 - it cannot be changed
     """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The ranks that
-    share a buffer share its mel frames evenly."""
+    share a buffer share its mel frames evenly. Not given, it is derived as data.capacity."""
     packing_bins: int = 8
     """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
     max_skipped_share: float = 0.1

@@ -37,6 +37,19 @@ def _factor(part: str) -> Removed:
     return Removed(1.0, f'adapt.lr_factors names it, as "{part}=FACTOR"', listed)
 
 
+def _kept(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """A part of the model that was not recomputed."""
+    return {"remat": "none"}
+
+
+def _kept_of_recomputed(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """What was kept of the parts that were recomputed."""
+    if fields.get("remat") == "none":
+        return {}
+    return {"remat": "selective" if value == "products" else value}
+
+
+_REMAT = "compute.remat says it of the whole model, and by default keeps what fits (docs/decisions/remat.md)"
 _SIZES = "it follows from compute.dtype and the device (jaxthd/config/compute.py), and affects speed only"
 _ONE_SIZE = "a run has one size of buffers, which jaxthd plan recommends for its data"
 REMOVED: dict[str, dict[str, Removed]] = {
@@ -69,10 +82,11 @@ REMOVED: dict[str, dict[str, Removed]] = {
             True, "experts are sharded over the data and context ranks that divide their number"
         ),
         "mamba_chunk": Removed(64, _SIZES),
+        "remat_encoder": Removed(True, _REMAT, _kept),
+        "remat_llm": Removed(True, _REMAT, _kept),
+        "remat_keep": Removed("nothing", _REMAT, _kept_of_recomputed),
         "remat_stage": Removed(
-            "auto",
-            "compute.remat_llm says what a pipeline stage keeps (docs/decisions/pipeline.md)",
-            lambda value, fields: {"remat_llm": value == "blocks"} if value in ("blocks", "nothing") else {},
+            "auto", _REMAT, lambda value, fields: {"remat": "none"} if value == "nothing" else {}
         ),
     },
     "model.llm": {

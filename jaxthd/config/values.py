@@ -26,6 +26,13 @@ class Range(NamedTuple):
         return f"{least}, and {'less than' if self.ends[1] == ')' else 'at most'} {self.most:g}"
 
 
+class Unset(int):
+    """The number of a setting that was not given. A run derives one in its place; all else computes with it.
+
+    As an int it takes part in arithmetic and comparisons, and JSON writes it as one.
+    """
+
+
 Index = Annotated[int, Range(0)]
 """An integer that may be 0."""
 Share = Annotated[float, Range(0, 1)]

@@ -151,6 +151,9 @@ def _read_settings(file: Path) -> dict[str, Any]:
             f"{file} cannot be read ({error}); expected the settings of the run beside it: copy it anew"
         ) from error
     _move_to_compute(stored)
+    compute = _group(stored, "compute")
+    if "remat_llm" in compute and compute.get("remat", "auto") == "auto":
+        compute["remat"] = "full"  # it computed all again, unless it says otherwise: so it goes on bit by bit
     for group in REMOVED:
         _renew(file, stored, group)
     return stored

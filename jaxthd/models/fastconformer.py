@@ -148,11 +148,13 @@ class FastConformer(nnx.Module):
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
             )
-        self.subsampling = Subsampling(config, init, compute.blocks.subsampling, remat=compute.remat_encoder)
+        self.subsampling = Subsampling(
+            config, init, compute.blocks.subsampling, remat=compute.remat != "none"
+        )
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.longest = encoder_frames(config.chunk_frames)
-        self.remat, self.unroll = remat_of(compute, compute.remat_encoder), compute.unroll_layers
+        self.remat, self.unroll = remat_of(compute), compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1
         self.attention = compute.encoder_attention.replace("auto", "blocks")
 

@@ -129,7 +129,7 @@ class HybridLayers(nnx.Module):
             }
         )
         self.stages = stages
-        self.remat, self.keeps_views = remat_of(compute, compute.remat_llm), True
+        self.remat, self.keeps_views = remat_of(compute), True
         self.unroll = compute.unroll_layers
 
     def stage(

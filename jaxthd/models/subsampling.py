@@ -72,7 +72,7 @@ class Subsampling(nnx.Module):
 
     Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of about
     `piece` encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after
-    the other, and recomputed in the backward pass. (Without compute.remat_encoder all are kept; one piece
+    the other, and recomputed in the backward pass. (With compute.remat none all are kept; one piece
     that holds the whole buffer then is not copied.) Activations exist for one piece at a time (those of the
     first convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels
     and 64 channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.

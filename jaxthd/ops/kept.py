@@ -1,4 +1,4 @@
-"""Names what a recomputed block may keep besides the results of matrix products (compute.remat_keep)."""
+"""Names what a recomputed block may keep besides the results of matrix products (compute.remat)."""
 
 from jax import Array
 from jax.ad_checkpoint import checkpoint_name

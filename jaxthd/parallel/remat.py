@@ -14,11 +14,11 @@ Remat = bool | Literal["layers", "products"]
 but for results of matrix products if "products"."""
 
 
-def remat_of(compute: ComputeConfig, recomputes: bool) -> Remat:
-    """recomputes: compute.remat_llm or compute.remat_encoder."""
-    if not recomputes or compute.remat_keep == "nothing":
-        return recomputes
-    return compute.remat_keep
+def remat_of(compute: ComputeConfig) -> Remat:
+    """The recomputation that compute.remat names; all, where nothing has decided on "auto"."""
+    if compute.remat == "selective":
+        return "products"
+    return "layers" if compute.remat == "layers" else compute.remat != "none"
 
 
 _products = jax.checkpoint_policies.save_from_both_policies(

@@ -160,7 +160,7 @@ def step_flops(config: Config) -> float:
     seconds = data.audio_capacity / 100 if config.model.encoder else 0.0
     row = RowReport(0, 0, data.capacity, data.capacity // 5, data.capacity, seconds, 1.0, 0)
     flops = model_flops(config)(BatchReport((row,) * rows, ((),) * rows))
-    return flops * (4 / 3 if config.compute.remat_llm else 1)
+    return flops * (4 / 3 if config.compute.remat in ("auto", "layers", "full") else 1)
 
 
 def text_like(capacity: int, count: int = 4000) -> Lengths:

@@ -128,6 +128,14 @@ def measure(config: Config) -> Measured:
     )
 
 
+def step_bytes(compiled: Any) -> int:
+    """Bytes of a device that a compiled step needs: its arguments, results that are not written over them,
+    and what lasts within it."""
+    memory = compiled.memory_analysis()
+    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
+    return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
+
+
 def as_wide(config: Config) -> Config:
     """The config with float16 in place of bfloat16: as wide, and a CPU's compiler makes no float32 of it."""
     if config.compute.dtype != "bfloat16":

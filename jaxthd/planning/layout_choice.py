@@ -20,7 +20,7 @@ from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.planning.layouts import LAYOUT_COSTS, LAYOUTS, LayoutCost, compare_layouts
-from jaxthd.planning.lengths import Lengths, draw, measure, read_examples
+from jaxthd.planning.lengths import Lengths, draw, first, measure, read_examples
 from jaxthd.planning.search import slot_work
 from jaxthd.steps.forward import objective_of
 from jaxthd.terminal.tables import table
@@ -122,9 +122,7 @@ def _costs(config: Config) -> list[LayoutCost]:
 def _first(stream: Lengths, capacity: int) -> Lengths:
     """The first documents, as many as fill MOST_BUFFERS. Those that exceed a buffer fill nothing."""
     fitting = np.where(stream.tokens <= capacity, stream.tokens, 0)
-    count = 1 + int(np.searchsorted(np.cumsum(fitting), MOST_BUFFERS * capacity))
-    tokens, frames, seconds, chunks = stream
-    return Lengths(tokens[:count], frames[:count], seconds[:count], chunks[:count])
+    return first(stream, 1 + int(np.searchsorted(np.cumsum(fitting), MOST_BUFFERS * capacity)))
 
 
 def _with(config: Config, layout: LayoutKind) -> Config:

@@ -197,7 +197,7 @@ def attention_bytes(config: Config, slots: int) -> float:
     """Bytes that a rank receives in one layer of attention in a step, forward and backward, for all its rows.
 
     slots: of each rank's row whose keys and values are exchanged. With a ring these go around twice, and
-    their gradients once and home. The forward pass that remat_llm repeats is not counted.
+    their gradients once and home. The forward pass that compute.remat repeats is not counted.
     """
     mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
     numbers = 2 * max(llm.kv_heads // mesh.tensor, 1) * llm.head_dim
@@ -217,8 +217,8 @@ def attention_bytes(config: Config, slots: int) -> float:
 def mamba_bytes(config: Config, cut: int | None = None) -> float:
     """Bytes that a rank receives in one Mamba2 layer in a step, forward and backward, for all its rows.
 
-    The forward pass that remat_llm repeats is not counted. cut: cut documents of each row, under the layout
-    "whole"; None: as many as there may be.
+    The forward pass that compute.remat repeats is not counted. cut: cut documents of each row, under the
+    layout "whole"; None: as many as there may be.
     """
     mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
     heads, groups = llm.mamba_heads // mesh.tensor, max(llm.mamba_groups // mesh.tensor, 1)

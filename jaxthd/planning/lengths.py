@@ -166,17 +166,19 @@ def clip_samples(clip: Clip | Samples) -> int:
     return max(round((length.frames - round(clip.offset * length.rate)) * SAMPLE_RATE / length.rate), 0)
 
 
-def draw(sources: Sequence[Lengths], weights: Sequence[float], seed: int) -> Lengths:
+def draw(
+    sources: Sequence[Lengths], weights: Sequence[float], seed: int, *, least: int | None = None
+) -> Lengths:
     """A stream of documents to pack, in a random order like the loader's.
 
-    Without weights: whole epochs of all sources, at least LEAST_DRAWN documents. With weights: the same
-    number of documents, drawn from the sources in that proportion.
+    Without weights: whole epochs of all sources, at least `least` documents (None: LEAST_DRAWN). With
+    weights: the same number of documents, drawn from the sources in that proportion.
     Raises UserError for a source without documents.
     """
     rng, sizes = np.random.default_rng(seed), [len(source.chunks) for source in sources]
     if not all(sizes):
         raise UserError(f"the manifests give {sizes} usable documents; expected at least one of each")
-    count = math.ceil(LEAST_DRAWN / sum(sizes)) * sum(sizes)
+    count = math.ceil((least or LEAST_DRAWN) / sum(sizes)) * sum(sizes)
     if not weights:
         sizes, weights = [sum(sizes)], [1.0]
     source_of = rng.choice(len(sizes), count, p=np.array(weights) / sum(weights))
@@ -189,6 +191,12 @@ def draw(sources: Sequence[Lengths], weights: Sequence[float], seed: int) -> Len
     tokens, frames, seconds = (np.concatenate([s[i] for s in sources])[drawn] for i in range(3))
     chunks = list(chain(*(source.chunks for source in sources)))
     return Lengths(tokens, frames, seconds, [chunks[i] for i in drawn])
+
+
+def first(stream: Lengths, count: int) -> Lengths:
+    """The first `count` documents of a stream."""
+    tokens, frames, seconds, chunks = stream
+    return Lengths(tokens[:count], frames[:count], seconds[:count], chunks[:count])
 
 
 def slots_of(lengths: Lengths, config: Config) -> Int[np.ndarray, " n"]:

@@ -9,7 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Int
 
-from jaxthd.config import Config
+from jaxthd.config import Config, DataConfig
+from jaxthd.config.values import Unset
+from jaxthd.errors import UserError
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.planning.layouts import LayoutCost, compare_layouts
 from jaxthd.planning.lengths import Lengths, slots_of
@@ -20,6 +22,8 @@ SLACKS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
 """Extra audio capacity to try, as a share of the mean audio of a buffer whose token slots are full."""
 BINS = (2, 4, 8, 16, 32, 64)
 """Numbers of buffers that the packer keeps open."""
+SIZES = ("capacity", "max_documents", "audio_capacity")
+"""Settings of data that are derived where they are not given."""
 TOLERANCE = 0.005
 """Extra overhead accepted for a smaller maximum of documents, or for fewer open buffers."""
 CAPACITY_TOLERANCE = 0.02
@@ -69,16 +73,8 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
     def run(base: Config, **settings: Any) -> Outcome:
         return simulate(stream, with_data(base, **settings), work)
 
-    by_capacity = _by_capacity(stream, config, run)
-    skipped, overhead = min(map(preference, by_capacity))
-    good = [
-        o for o in by_capacity if preference(o)[0] == skipped and o.overhead <= overhead + CAPACITY_TOLERANCE
-    ]
-    chosen = next((o for o in good if o.data.capacity == config.data.capacity), good[0])
+    by_capacity, chosen, by_maximum, bounded = _sizes(stream, config, run)
     by_audio = [run(chosen.config, audio_capacity=a) for a in audio_sizes(stream, chosen.config)]
-    maxima = {*percentiles(chosen.documents), config.data.max_documents}
-    by_maximum = [run(chosen.config, max_documents=m) for m in sorted(maxima)]
-    bounded = with_data(chosen.config, max_documents=_maximum(chosen, by_maximum))
     packers = [("first_fit", 1), *product(("first_fit", "best_fit"), BINS)]
     by_packer = [run(bounded, packing=p, packing_bins=b) for p, b in packers]
     overhead = min(o.overhead for o in by_packer)
@@ -88,7 +84,7 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
     return Plan(
         stream=stream,
         work=work,
-        configured=run(config),
+        configured=run(with_unset(config, bounded.data)),
         by_capacity=by_capacity,
         by_audio=by_audio,
         by_maximum=by_maximum,
@@ -100,6 +96,46 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
         by_length=padded(stream, config, rows, work, epoch=epoch),
         curves=_curves(stream, by_capacity, work, epoch, run),
     )
+
+
+def with_recommended_sizes(stream: Lengths, config: Config) -> Config:
+    """The config with the capacity, audio capacity and maximum of documents that make_plan recommends.
+
+    Raises UserError where no document of the stream fits a buffer.
+    """
+    work = slot_work(config)
+    return _sizes(stream, config, lambda base, **sizes: simulate(stream, with_data(base, **sizes), work))[-1]
+
+
+def _sizes(
+    stream: Lengths, config: Config, run: Callable[..., Outcome]
+) -> tuple[list[Outcome], Outcome, list[Outcome], Config]:
+    """(Plan.by_capacity, the best of them, Plan.by_maximum, the config with the recommended sizes)."""
+    by_capacity = _by_capacity(stream, config, run)
+    if not by_capacity:
+        raise UserError(
+            "no document fits a buffer of the sizes that are tried; expected documents: correct data.manifest"
+        )
+    skipped, overhead = min(map(preference, by_capacity))
+    good = [
+        o for o in by_capacity if preference(o)[0] == skipped and o.overhead <= overhead + CAPACITY_TOLERANCE
+    ]
+    chosen = next((o for o in good if o.data.capacity == config.data.capacity), good[0])
+    maxima = {*percentiles(chosen.documents), config.data.max_documents}
+    by_maximum = [run(chosen.config, max_documents=m) for m in sorted(maxima)]
+    return (
+        by_capacity,
+        chosen,
+        by_maximum,
+        with_data(chosen.config, max_documents=_maximum(chosen, by_maximum)),
+    )
+
+
+def with_unset(config: Config, sizes: DataConfig) -> Config:
+    """The config with those of `sizes` that were not given."""
+    data = config.data
+    unset = {name: getattr(sizes, name) for name in SIZES if isinstance(getattr(data, name), Unset)}
+    return with_data(config, **unset) if unset else config
 
 
 def _by_capacity(stream: Lengths, config: Config, run: Callable[..., Outcome]) -> list[Outcome]:

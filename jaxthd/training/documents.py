@@ -13,13 +13,13 @@ from jaxthd.kernels.machine import peak_flops
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, put_batch
 from jaxthd.planning.model_flops import model_flops
+from jaxthd.run.fitting import fitting_step
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.padding import PaddingWatch
 from jaxthd.run.supplier import Run, Say, Stepped, Supplier
 from jaxthd.steps.reference import is_cached
 from jaxthd.steps.reference_scores import make_with_scores
 from jaxthd.steps.state import TrainState
-from jaxthd.steps.training import make_train_step
 from jaxthd.training.cached_reference import CachedReference
 
 
@@ -36,11 +36,11 @@ class DocumentSupplier(Supplier):
     def __init__(self, run: Run) -> None:
         self._run, config = run, run.config
         self._with_scores = make_with_scores(run.blueprint, run.mesh)
-        self._train_step: Any = make_train_step(run.blueprint, run.mesh)
         is_known = config.compute.dtype == "bfloat16"
         self._peak = peak_flops(jax.devices()[0].device_kind) if is_known else None
         self._flops_of = model_flops(config) if self._peak else None
         self._reference: CachedReference | None = None
+        self._train_step: Any = None
         self._loader = run.data.training(local_rows(run.mesh, config.data.rows))
 
     def get_state(self) -> dict[str, Any]:
@@ -74,9 +74,11 @@ class DocumentSupplier(Supplier):
         """Trains on the batch that is loaded, and loads the next one meanwhile."""
         run, began, self._current = self._run, time.perf_counter(), self._upcoming
         report = self._current.report
-        if not self._train_step._cache_size():
+        on_mesh = self._with_scores(state, self._on_mesh)
+        if self._train_step is None:
             self._say(f"step {step}: compiling the training step")
-        state, on_device = self._train_step(state, self._with_scores(state, self._on_mesh))
+            self._train_step = fitting_step(run.blueprint, run.mesh, state, on_mesh, self._say)
+        state, on_device = self._train_step(state, on_mesh)
         if step < run.config.train.steps:
             with run.account.loading(on_device):
                 self._on_mesh, self._upcoming = self._load()

@@ -24,6 +24,7 @@ from jaxthd.models.adapt import split
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.planning.layout_choice import keep_layout, with_layout
+from jaxthd.planning.sizes import with_sizes
 from jaxthd.run.goodput import TimeAccount, stored_seconds
 from jaxthd.run.measured_by import measured_by
 from jaxthd.run.metrics import time_line
@@ -58,8 +59,9 @@ def run_training(
     finite, and where a checkpoint cannot be saved.
     """
     # The workdir keeps the config as it was given: another machine may admit other kernels.
-    given, start = config, time.monotonic()
-    config = prepared(with_layout(config, workdir))
+    start = time.monotonic()
+    given = with_sizes(config, workdir)
+    config = prepared(with_layout(given, workdir))
     with ExitStack() as stack:
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))

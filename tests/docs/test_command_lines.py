@@ -77,7 +77,7 @@ def test_what_cannot_be_parsed_is_reported(text: str, why: str) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        "`jaxthd train my.py --adapt.dora True --compute.remat-llm False --mesh.no-fsdp`",
+        "`jaxthd train my.py --adapt.dora True --compute.unroll-layers True --mesh.no-fsdp`",
         "    srun --ntasks-per-node=8 jaxthd train my.py --train.steps 3  # on all\n",
         "`jaxthd train configs/cp2.py --help data`",
         "```bash\nJAX_PLATFORMS=cpu jaxthd evaluate runs/my@best \\\n  --gallery 3\n```",

@@ -54,7 +54,7 @@ def variants(mesh: MeshConfig, dtype: Dtype = "float32") -> list[Config]:
             context_exchange="all_gather",
             sequence_sharded=mesh.tensor > 1,
             block_sizes=replace(plain.compute.blocks, expert_slots=0.6),
-            remat_llm=False,
+            remat="none",
         ),
         model=replace(
             MODEL,
@@ -156,8 +156,8 @@ def unlike(dtype: Dtype = "float32") -> list[Config]:
     context ranks; interleaved stages over data ranks; both layouts; all that a stage may recompute."""
     chosen: tuple[tuple[MeshConfig, str, dict[str, Any]], ...] = (
         (MeshConfig(1, 2, 2, 2), "ME*|-ME*-", {}),
-        (MeshConfig(1, 4, 2, 1), "ME*-M|E*-", {"remat_llm": False}),
-        (MeshConfig(2, 2, 2, 1), "M|E*-M|E*|-", {"remat_llm": False}),
+        (MeshConfig(1, 4, 2, 1), "ME*-M|E*-", {"remat": "none"}),
+        (MeshConfig(2, 2, 2, 1), "M|E*-M|E*|-", {"remat": "none"}),
         (MeshConfig(1, 4, 2, 1), "M|E*-M|E*|-", {"context_layout": "whole"}),
         (MeshConfig(1, 2, 4, 1), "M|E*-M|E*|-", {}),
     )

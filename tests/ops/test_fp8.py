@@ -89,7 +89,7 @@ def of_step(config: Config) -> Counter[str]:
 
 def test_projections_that_match_are_computed_in_8_bits():
     def config(*patterns: str) -> Config:
-        return Config(model=MODEL, compute=ComputeConfig(remat_llm=False, fp8=patterns))
+        return Config(model=MODEL, compute=ComputeConfig(remat="none", fp8=patterns))
 
     assert not of_step(config())
     # The up and down projections: one product forward, and one for each gradient.

@@ -219,9 +219,7 @@ def test_a_whole_train_step_lowers_for_cuda_without_host_callbacks() -> None:
     encoder = EncoderConfig(num_mels=16, layers=1, dim=32, heads=2, ffn_dim=16, subsampling_channels=4)
     model = ModelConfig(encoder=encoder, llm=llm)
     kernels: Any = dict.fromkeys(("attention_backend", "encoder_attention", "scan_backend"), "pallas")
-    compute = ComputeConfig(
-        **kernels, dtype="bfloat16", remat_keep="products", block_sizes=BlockSizes(scan=16)
-    )
+    compute = ComputeConfig(**kernels, dtype="bfloat16", remat="selective", block_sizes=BlockSizes(scan=16))
     config = Config(model=model, compute=compute, mesh=MeshConfig(context=2))
     mesh = make_mesh(config.mesh)
     state = jax.tree.map(

@@ -43,7 +43,7 @@ def config(manifest: Path) -> Config:
         small,
         data=replace(small.data, audio_capacity=1024),
         model=replace(small.model, llm=llm),
-        compute=replace(small.compute, remat_encoder=False, remat_llm=False),
+        compute=replace(small.compute, remat="none"),
         train=replace(
             small.train,
             steps=STEPS,

@@ -44,7 +44,7 @@ def config(manifest: Path) -> Config:
     """On the mesh of most runs here. A function fails on some prompts. The programs are small."""
     base = config_of(manifest)
     model = replace(base.model, llm=replace(base.model.llm, pattern="M*"))
-    compute = replace(base.compute, remat_encoder=False, remat_llm=False)
+    compute = replace(base.compute, remat="none")
     rewards = (*base.rollout.rewards, "fails_on_some.sometimes=0.1")
     rollout = replace(
         base.rollout, rewards=rewards, reward_folders=(str(manifest.parent),), max_failed_rewards=1.0

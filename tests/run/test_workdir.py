@@ -76,7 +76,7 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
         "data.validation_tarred_audio": "moved.tar",
         "data.workers": 7,
         "compute.context_exchange": "all_gather",
-        "compute.remat_llm": False,
+        "compute.remat": "none",
         "compute.block_sizes": BlockSizes(scan=32),
         "train.keep_checkpoints": 1,
     }

@@ -24,9 +24,9 @@ LLM = LLMConfig(
 )
 ENCODER = EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4)
 KEPT: list[dict[str, Any]] = [
-    {"remat_keep": "products", "unroll_layers": True},
-    {"remat_keep": "layers"},
-    {"remat_llm": False},
+    {"remat": "selective", "unroll_layers": True},
+    {"remat": "layers"},
+    {"remat": "none"},
 ]
 
 

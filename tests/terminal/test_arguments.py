@@ -39,11 +39,14 @@ def test_settings_are_those_of_the_run_and_flags_override_them(run: Path):
             assert parse(*words, "--weights", "a", "b").weights() == ["a", "b"]
 
 
-@pytest.mark.parametrize("option", ["--adapt.dora", "--compute.remat-llm"])
+@pytest.mark.parametrize("option", ["--adapt.dora", "--compute.unroll-layers"])
 def test_a_boolean_setting_takes_true_and_false(option: str, run: Path):
     """Alone, with no-, and as a word or after =, in any case; what follows is not swallowed."""
     group, _, name = option.rpartition(".")
-    path, written = option.removeprefix("--").replace("-", "_"), option.replace("remat-llm", "remat_llm")
+    path, written = (
+        option.removeprefix("--").replace("-", "_"),
+        option.replace("unroll-layers", "unroll_layers"),
+    )
 
     def value(*words: str) -> bool:
         line = parse(str(run), *words, "--train.steps", "3", "--weights", "true")

@@ -1,0 +1,126 @@
+"""Derives the sizes of a run's buffers that were not given, from the lengths of its documents.
+
+The run's config.json holds them, so a run that is continued has the same ones.
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+
+import numpy as np
+
+from jaxthd.config import Config, DataConfig
+from jaxthd.data.example import Example
+from jaxthd.data.mixing import mixing_weights
+from jaxthd.data.sources.registry import read_source, validation_sources
+from jaxthd.errors import UserError
+from jaxthd.files.run_folder import holds_a_run, read_config
+from jaxthd.objectives.answers import draws_answers
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.parallel.processes import exchange, is_first
+from jaxthd.planning.lengths import Lengths, draw, first, measure, read_examples, slots_of
+from jaxthd.planning.search import SIZES, with_recommended_sizes, with_unset
+from jaxthd.steps.forward import objective_of
+
+MOST_READ = 10_000
+"""Most documents whose lengths decide."""
+MOST_SECONDS = 30.0
+"""Seconds after which no further recording is opened for its length."""
+MOST_PACKED = 4_000
+"""Documents that are packed for each size that is tried: thirty sizes take about 3 s."""
+AT_A_TIME = 500
+MARGIN = 1.25
+"""Room for documents that were not read, over the longest of those that were."""
+SLOTS = 64
+"""Token slots are a multiple of this, so that meshes of up to 32 context ranks can divide them."""
+
+
+def with_sizes(config: Config, workdir: Path) -> Config:
+    """The config with a number for each of data.capacity, data.max_documents and data.audio_capacity that was
+    not given: that of the run in the workdir, or one that is derived now.
+
+    Process 0 derives and prints them; all processes call it. Prompts to which answers are drawn, padded
+    batches, and data that cannot be read, keep the defaults.
+    """
+    if with_unset(config, config.data) is config:
+        return config
+    (sizes, *_) = exchange(_of_run(workdir) or _derived(config) if is_first() else None)
+    return with_unset(config, DataConfig(**sizes))
+
+
+def _of_run(workdir: Path) -> dict[str, int] | None:
+    """The sizes of the run in the workdir; None without one."""
+    return _numbers(read_config(workdir).data) if holds_a_run(workdir) else None
+
+
+def _derived(config: Config) -> dict[str, int]:
+    """The sizes for the lengths of the config's documents."""
+    if draws_answers(objective_of(config)) or config.data.packing == "padded":
+        return _numbers(config.data)
+    try:
+        return _for_data(config)
+    except (UserError, OSError) as error:  # reading the data raises it again, if need be
+        why = str(error).splitlines()[0]
+        print(f"{_text(config.data)}: the defaults, since lengths of documents cannot be read: {why}")
+        return _numbers(config.data)
+
+
+def _for_data(config: Config) -> dict[str, int]:
+    """The sizes that jaxthd plan recommends, raised for what a sample lacks and validation brings."""
+    ends = time.monotonic() + MOST_SECONDS
+    sources = read_examples(config, MOST_READ, say=lambda line: None)
+    found = [_measured(examples, config, ends) for examples in sources]
+    weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
+    stream = draw(found, weights or (), config.data.seed, least=MOST_PACKED)
+    best = with_recommended_sizes(first(stream, MOST_PACKED), config).data
+    count = sum(len(lengths.tokens) for lengths in found)
+    is_all = sum(map(len, sources)) < MOST_READ and time.monotonic() < ends
+    capacity, frames = best.capacity, best.audio_capacity
+    for lengths, room in [(x, 1.0 if is_all else MARGIN) for x in found] + [
+        (x, 1.0) for x in _held_out(config, ends)
+    ]:
+        longest = (x.max(initial=0) * room for x in (slots_of(lengths, config), lengths.frames))
+        # The defaults held it, so it must not be skipped; what they did not hold is the search's affair.
+        slots, mels = (min(math.ceil(x), most) for x, most in zip(longest, _DEFAULTS, strict=True))
+        capacity, frames = max(capacity, slots), max(frames, mels)
+    sizes = replace(
+        best,
+        capacity=math.ceil(capacity / SLOTS) * SLOTS,
+        audio_capacity=math.ceil(frames / SUBSAMPLING) * SUBSAMPLING,
+    )
+    sizes = with_unset(config, sizes).data
+    print(f"{_text(sizes)}: derived from the lengths of {count:,} documents (jaxthd plan compares sizes)")
+    return _numbers(sizes)
+
+
+_DEFAULTS = (DataConfig().capacity, DataConfig().audio_capacity)
+
+
+def _measured(examples: Sequence[Example], config: Config, ends: float) -> Lengths:
+    """The lengths of the examples, or of the first of them where the time is over."""
+    parts = [measure(examples[:AT_A_TIME], config)[0]]
+    for start in range(AT_A_TIME, len(examples), AT_A_TIME):
+        if time.monotonic() > ends:
+            break
+        parts.append(measure(examples[start : start + AT_A_TIME], config)[0])
+    tokens, frames, seconds = (np.concatenate([part[i] for part in parts]) for i in range(3))
+    return Lengths(tokens, frames, seconds, list(chain(*(part.chunks for part in parts))))
+
+
+def _held_out(config: Config, ends: float) -> list[Lengths]:
+    """The lengths of the validation sets' documents."""
+    sources = validation_sources(config.data).values()
+    read = (read_source(source, config.data)[0] for source in sources)
+    return [_measured(examples[:MOST_READ], config, ends) for examples in read]
+
+
+def _numbers(data: DataConfig) -> dict[str, int]:
+    """The sizes as numbers, no longer unset."""
+    return {name: int(getattr(data, name)) for name in SIZES}
+
+
+def _text(data: DataConfig) -> str:
+    return ", ".join(f"data.{name} {getattr(data, name):,}" for name in SIZES)

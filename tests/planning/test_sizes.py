@@ -1,0 +1,142 @@
+"""Sizes of buffers that are not given are derived from the data, said once and kept with the run."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from jaxthd.config import Config, DataConfig
+from jaxthd.config.values import Unset
+from jaxthd.files.run_folder import read_config, write_config
+from jaxthd.planning import sizes
+from jaxthd.planning.lengths import draw, measure, read_examples
+from jaxthd.planning.search import SIZES, make_plan, with_data
+from jaxthd.planning.sizes import with_sizes
+from jaxthd.terminal.arguments import parse_command_line
+
+LETTERS_A_SECOND = {"long texts": 60, "short texts": 4}
+DOCUMENTS = 1_000
+
+
+def write_lines(path: Path, kind: str, count: int = DOCUMENTS) -> str:
+    """A manifest of log-normal lengths: speech of up to 30 s with texts of so many letters, or text alone."""
+    rng = np.random.default_rng(0)
+    if kind == "text":
+        letters = rng.lognormal(np.log(200), 1.0, count).astype(int).clip(2, 4000)
+        lines: list[dict[str, Any]] = [
+            {
+                "id": f"{i}",
+                "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a" * n}],
+            }
+            for i, n in enumerate(letters)
+        ]
+    else:
+        seconds = rng.lognormal(np.log(6), 0.7, count).clip(0.5, 30)
+        lines = [
+            {"audio_filepath": f"{i}.wav", "duration": x, "text": "a" * int(x * LETTERS_A_SECOND[kind])}
+            for i, x in enumerate(seconds)
+        ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return str(path)
+
+
+def on(manifest: str, **data: Any) -> Config:
+    return Config(data=DataConfig(manifest=(manifest,), validation_manifest="", **data))
+
+
+def numbers(config: Config) -> dict[str, int]:
+    return {name: getattr(config.data, name) for name in SIZES}
+
+
+@pytest.mark.parametrize("kind", [*LETTERS_A_SECOND, "text"])
+def test_a_default_costs_at_most_a_tenth_more_than_what_plan_recommends(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Work on padding is counted, in products with weights. Without derived sizes it was up to 3.0 times."""
+    monkeypatch.setattr("jaxthd.planning.lengths.LEAST_DRAWN", DOCUMENTS)
+    config = on(write_lines(tmp_path / "m.jsonl", kind))
+    ((examples,), given) = read_examples(config, say=[].append), with_sizes(config, tmp_path / "run")
+    stream = draw([measure(examples, config)[0]], (), seed=0, least=DOCUMENTS)
+    plan = make_plan(stream, given, epoch=DOCUMENTS)
+    assert not plan.configured.skipped
+    assert 1 + plan.configured.overhead <= 1.1 * (1 + plan.recommended.overhead)
+    derived = make_plan(stream, config, epoch=DOCUMENTS).configured
+    assert 1 + derived.overhead <= 1.1 * (1 + plan.recommended.overhead), "jaxthd plan shows what a run takes"
+
+
+def test_what_is_derived_is_said_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    config, run = on(write_lines(tmp_path / "m.jsonl", "long texts", 100)), tmp_path / "run"
+    found = with_sizes(config, run)
+    said = ", ".join(f"data.{name} {value:,}" for name, value in numbers(found).items())
+    assert capsys.readouterr().out.startswith(f"{said}: derived from the lengths of 100 documents")
+    run.mkdir()
+    write_config(run, found)
+    (run / "checkpoints" / "1").mkdir(parents=True)
+    write_lines(tmp_path / "m.jsonl", "short texts", 100)
+    assert numbers(with_sizes(config, run)) == numbers(found) == numbers(read_config(run))
+    assert not capsys.readouterr().out
+    assert numbers(with_sizes(config, tmp_path / "other")) != numbers(found)
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_what_is_given_stays(name: str, tmp_path: Path):
+    manifest = write_lines(tmp_path / "m.jsonl", "long texts", 100)
+    default = int(getattr(DataConfig(), name))
+    found = with_sizes(on(manifest, **{name: default}), tmp_path)
+    assert getattr(found.data, name) == default
+    assert numbers(found) != {each: getattr(DataConfig(), each) for each in SIZES}
+    line = parse_command_line(
+        "train", [*given_in(tmp_path, manifest), f"--data.{name.replace('_', '-')}", str(default)], {}, ""
+    )
+    unset = {each for each in SIZES if isinstance(getattr(line.config.data, each), Unset)}
+    assert unset == set(SIZES) - {name}
+
+
+def given_in(folder: Path, manifest: str) -> list[str]:
+    """The start of a command line: a config file that gives no size."""
+    path = folder / "my.py"
+    path.write_text(
+        "from jaxthd.config import Config, DataConfig\n"
+        f"def config(): return Config(data=DataConfig(manifest=({manifest!r},)))\n"
+    )
+    return [str(path)]
+
+
+def test_all_given_reads_no_data(tmp_path: Path):
+    config = on("missing.jsonl", capacity=64, max_documents=4, audio_capacity=80)
+    assert with_sizes(config, tmp_path) is config
+
+
+def test_data_that_cannot_be_read_leaves_the_defaults(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    found = with_sizes(on(str(tmp_path / "missing.jsonl")), tmp_path)
+    assert numbers(found) == numbers(Config())
+    assert "the defaults, since lengths of documents cannot be read: " in capsys.readouterr().out
+
+
+def test_validation_and_documents_that_were_not_read_still_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The defaults held them. Without this, a set of short texts would lose validation with recordings."""
+    text = write_lines(tmp_path / "m.jsonl", "text", 100)
+    speech = tmp_path / "v.jsonl"
+    speech.write_text(json.dumps({"audio_filepath": "a.wav", "duration": 70.0, "text": "one"}) + "\n")
+    config = on(text)
+    assert with_sizes(config, tmp_path).data.audio_capacity == 0
+    with_speech = with_data(config, validation_manifest=str(speech))
+    assert with_sizes(with_speech, tmp_path).data.audio_capacity >= 7_000
+    monkeypatch.setattr(sizes, "MOST_READ", 50)
+    sampled = with_sizes(config, tmp_path).data.capacity
+    monkeypatch.setattr(sizes, "MARGIN", 1.0)
+    assert sampled >= with_sizes(config, tmp_path).data.capacity
+    assert sampled >= 2048
+
+
+def test_prompts_and_padded_batches_keep_the_defaults(tmp_path: Path):
+    manifest = write_lines(tmp_path / "m.jsonl", "long texts", 10)
+    padded = on(manifest, packing="padded")
+    drawn = replace(on(manifest), train=replace(Config().train, objective="grpo"))
+    for config in (padded, drawn):
+        assert numbers(with_sizes(config, tmp_path)) == numbers(Config())

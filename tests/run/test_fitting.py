@@ -1,0 +1,71 @@
+"""A step keeps as many activations as the memory of the devices holds."""
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import pytest
+
+from jaxthd.config import Config
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.run import fitting
+from jaxthd.run.fitting import CHOICES, ROOM, device_memory, fitting_step
+from jaxthd.steps.blueprint import Blueprint
+from tests.helpers import batch_of, filled_state
+from tests.steps.test_remat import ENCODER, LLM
+
+
+@pytest.fixture(scope="module")
+def run() -> tuple[Any, ...]:
+    config = Config()
+    config = replace(config, model=replace(config.model, encoder=ENCODER, llm=LLM))
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    return blueprint, mesh, filled_state(blueprint, mesh), put_batch(batch_of([5, 20, 11], 1), mesh)
+
+
+def test_the_first_choice_that_fits_is_taken(run: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    """Made steps name their choice, so that none is compiled: each needs half of the one before."""
+    needed = {"none": 4000, "selective": 2000}
+    monkeypatch.setattr(fitting, "make_train_step", lambda blueprint, _: blueprint.config.compute.remat)
+    monkeypatch.setattr(fitting, "_bytes_of", lambda step, *_: needed[step])
+    said: list[str] = []
+    for memory, choice in ((5000, "none"), (4999, "selective"), (2500, "selective"), (2499, "full")):
+        monkeypatch.setattr(fitting, "device_memory", lambda memory=memory: memory)
+        assert fitting_step(*run, said.append) == choice
+        assert f"compute.remat: {choice}; " in said[-1]
+    monkeypatch.setattr(fitting, "device_memory", lambda: None)
+    assert fitting_step(*run, said.append) == "auto"
+    assert len(said) == 4
+
+
+def test_what_is_given_is_not_chosen(run: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    blueprint, *others = run
+    monkeypatch.setattr(fitting, "make_train_step", lambda blueprint, _: blueprint.config.compute.remat)
+    config = blueprint.config
+    given = Blueprint(replace(config, compute=replace(config.compute, remat="layers")))
+    assert fitting_step(given, *others, [].append) == "layers"
+
+
+def test_a_step_that_is_taken_is_compiled_once(run: tuple[Any, ...]):
+    said: list[str] = []
+    step = fitting_step(*run, said.append)
+    events: list[str] = []
+
+    def listen(event: str, *_: Any, **__: Any) -> None:
+        events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        step(*run[2:])
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert not [event for event in events if "backend_compile" in event]
+    assert "compute.remat: none; " in said[0]
+
+
+def test_simulated_devices_share_the_memory_of_their_machine():
+    memory = device_memory()
+    assert memory is not None
+    assert memory * jax.local_device_count() == pytest.approx(fitting._host_memory(), rel=1e-6)
+    assert set(CHOICES) == {"none", "selective"}
+    assert 0 < ROOM < 1
