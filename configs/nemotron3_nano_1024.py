@@ -24,7 +24,7 @@ from jaxthd.files.config_file import load_config
 
 def config() -> Config:
     nano = load_config(Path(__file__).with_name("nemotron3_nano.py"))
-    compute = replace(nano.compute, sequence_sharded=True)
+    compute = replace(nano.compute, sequence_sharded=True, remat="full")
     data = replace(nano.data, rows=16, capacity=131072, max_documents=1024, audio_capacity=851968, workers=4)
     return replace(
         nano,

@@ -14,6 +14,7 @@ has, a further part says what the machines' links, storage and loading take, and
 
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +26,9 @@ from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
 from jaxthd.planning.cluster import GIB, Cluster, describe_cluster
 from jaxthd.planning.compiled_grpo import Program, measure_grpo
 from jaxthd.planning.compiled_step import Measured, abstract_batch, measure
+from jaxthd.planning.fitting import first_that_fits
 from jaxthd.planning.parameters import state_bytes
+from jaxthd.planning.sizes import with_sizes
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
@@ -53,7 +56,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    config, path, _, options, _ = parse_command_line("estimate", argv, OPTIONS, __doc__)
+    config, path, run, options, _ = parse_command_line("estimate", argv, OPTIONS, __doc__)
+    config = with_sizes(config, path if run else Path("runs") / path.stem)
     jax.config.update("jax_platforms", "cpu")
     if not options.no_compile:
         simulate_devices(config.mesh.devices)
@@ -65,18 +69,25 @@ def main(argv: list[str] | None = None) -> None:
     if options.no_compile:
         return
     drawn = measure_grpo(config) if draws_answers(objective_of(config)) else None
-    step = drawn.update if drawn else measure(config)
+    memory = options.device_memory * GIB
+    step = drawn.update if drawn else first_that_fits(config, memory, _measured, print)
     print(f"\n{describe_step(step)}")
     if config.mesh.devices > options.gpus_a_machine:
         cluster = Cluster(
             gpus=options.gpus_a_machine,
-            memory=options.device_memory * GIB,
+            memory=memory,
             network=1e9 * options.network_gb,
         )
         print(f"\n{describe_cluster(config, cluster, step)}")
     if drawn:
         print(f"\n{programs_table(drawn.programs)}")
     print(f"\nCompiled in {step.seconds:.0f} s for simulated CPU devices.")
+
+
+def _measured(config: Config) -> tuple[Measured, int]:
+    """(the figures of the step, the bytes of a device that it takes)."""
+    step, batch = measure(config), on_device(abstract_batch(config), batch_specs(), config.mesh)
+    return step, round(step.state + step.temporary + bytes_of(batch))
 
 
 def describe_step(step: Measured) -> str:

@@ -13,7 +13,7 @@ import pytest
 from jaxthd.config import Config, DataConfig, TrainConfig
 
 PLACES = (
-    "jaxthd.run.fitting.make_train_step",
+    "jaxthd.planning.fitting.make_train_step",
     "jaxthd.rl.answers.AccumulatedStep",
     "jaxthd.rl.answers.UpdateMaker",
     "jaxthd.inference.evaluator.make_validation_step",

@@ -12,8 +12,8 @@ from jaxthd.data.loader import BatchReport
 from jaxthd.kernels.machine import peak_flops
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, put_batch
+from jaxthd.planning.fitting import fitting_step
 from jaxthd.planning.model_flops import model_flops
-from jaxthd.run.fitting import fitting_step
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.padding import PaddingWatch
 from jaxthd.run.supplier import Run, Say, Stepped, Supplier

@@ -1,4 +1,4 @@
-"""The training step that keeps as many activations as the devices' memory holds."""
+"""Whether a step fits into the devices, by its compiled program; what the backward pass keeps follows."""
 
 import os
 import platform
@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -26,27 +26,48 @@ CHOICES: tuple[Literal["none", "selective"], ...] = ("none", "selective")
 """Values of compute.remat that are tried, in this order, before "full"."""
 
 
-def fitting_step(
-    blueprint: Blueprint, mesh: Mesh, state: TrainState, batch: Batch, say: Callable[[str], None]
-) -> Any:
-    """make_train_step, with a value for compute.remat "auto": the first of CHOICES whose step, compiled,
-    takes at most ROOM of a device, else "full".
+T = TypeVar("T")
 
-    The step that is taken is not compiled again. All processes call it together, and choose alike: memory is
-    that of the machines, not what is free. say: prints what was chosen.
+
+def first_that_fits(
+    config: Config,
+    memory: int | float | None,
+    compiled: Callable[[Config], tuple[T, int | None]],
+    say: Callable[[str], None],
+) -> T:
+    """Decides on compute.remat "auto": the first of CHOICES whose step takes at most ROOM of a device, else
+    "full", which is taken at once where the memory is None: not known.
+
+    compiled: (config) -> (its compiled step, the bytes that it needs, or None if they are too many for the
+    compiler). say: prints what was chosen. Returns the first of what `compiled` returns.
     """
-    config = blueprint.config
-    memory = device_memory() if config.compute.remat == "auto" else None
+    if config.compute.remat != "auto":
+        return compiled(config)[0]
     if memory is None:
-        return make_train_step(blueprint, mesh)
+        return compiled(_with(config, "full"))[0]
     for choice in CHOICES:
-        step: Any = make_train_step(Blueprint(_with(config, choice)), mesh)
-        needed = _bytes_of(step, state, batch)
+        step, needed = compiled(_with(config, choice))
         if needed is not None and needed <= ROOM * memory:
             say(f"compute.remat: {choice}; a step takes {size_text(needed)} of {size_text(memory)} a device")
             return step
     say(f"compute.remat: full; to keep more takes over {ROOM:.0%} of {size_text(memory)} a device")
-    return make_train_step(Blueprint(_with(config, "full")), mesh)
+    return compiled(_with(config, "full"))[0]
+
+
+def fitting_step(
+    blueprint: Blueprint, mesh: Mesh, state: TrainState, batch: Batch, say: Callable[[str], None]
+) -> Any:
+    """make_train_step, with what first_that_fits decides by the memory of the devices.
+
+    The step that is taken is not compiled again. All processes call it together, and choose alike: memory is
+    that of the machines, not what is free.
+    """
+
+    def compiled(config: Config) -> tuple[Any, int | None]:
+        step: Any = make_train_step(Blueprint(config), mesh)
+        return step, _bytes_of(step, state, batch) if config is not blueprint.config else None
+
+    return first_that_fits(blueprint.config, device_memory(), compiled, say)
 
 
 def _with(config: Config, remat: Literal["none", "selective", "full"]) -> Config:
