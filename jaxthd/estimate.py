@@ -56,6 +56,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     config, path, run, options, _ = parse_command_line("estimate", argv, OPTIONS, __doc__)
     config = with_sizes(config, path if run else Path("runs") / path.stem)
     jax.config.update("jax_platforms", "cpu")

@@ -28,6 +28,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     config, path, run, options, _ = parse_command_line("plan", argv, OPTIONS, __doc__)
     print(f"{path}: mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
     found, unusable = zip(*(measure(examples, config) for examples in read_examples(config)), strict=True)

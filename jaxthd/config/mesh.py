@@ -25,10 +25,12 @@ class MeshConfig:
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
+        """(data, context, pipeline, tensor)."""
         return (self.data, self.context, self.pipeline, self.tensor)
 
     @property
     def devices(self) -> int:
+        """Number of devices of the mesh."""
         return self.data * self.context * self.pipeline * self.tensor
 
     @property

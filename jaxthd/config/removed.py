@@ -21,6 +21,7 @@ def _bound(name: str, end: int) -> Removed:
     """A bound of data.filter that has become one of a pair. end: 0 for the least, 1 for the most."""
 
     def pair(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The pair with one end replaced."""
         both = list(fields.get(name, (0.0, 0.0)))
         both[end] = value
         return {name: tuple(both)}
@@ -32,6 +33,7 @@ def _factor(part: str) -> Removed:
     """A factor of adapt on the learning rate of a part."""
 
     def listed(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The factor as an item of adapt.lr_factors."""
         return {"lr_factors": (*fields.get("lr_factors", ()), f"{part}={value}")}
 
     return Removed(1.0, f'adapt.lr_factors names it, as "{part}=FACTOR"', listed)

@@ -61,6 +61,7 @@ def abstract_inputs(config: Config) -> tuple[Blueprint, Mesh, TrainState, Batch]
     mesh = make_mesh(config.mesh)
 
     def on_mesh(x: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        """The shape with its sharding on the mesh."""
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
 
     blueprint = Blueprint(config)
@@ -80,6 +81,7 @@ def abstract_batch(config: Config) -> Batch:
     future = (data.rows, config.depths_trained, data.capacity)
 
     def ints(shape: tuple[int, ...]) -> Any:
+        """An array of int32 of this shape."""
         return jax.ShapeDtypeStruct(shape, jnp.int32)
 
     audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
@@ -158,6 +160,7 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
     runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
 
     def often(name: str) -> float:
+        """Runs of the named conditional in a tick of the schedule, on average; 1 of other operations."""
         _, scope, operation = ("", "", *name.split("/"))[-3:]
         return float(runs[scope] / schedule.ticks) if operation == "cond" and scope in runs else 1.0
 

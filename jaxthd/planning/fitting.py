@@ -64,6 +64,7 @@ def fitting_step(
     """
 
     def compiled(config: Config) -> tuple[Any, int | None]:
+        """The step of a config, and its bytes where the choice depends on them."""
         step: Any = make_train_step(Blueprint(config), mesh)
         return step, _bytes_of(step, state, batch) if config is not blueprint.config else None
 

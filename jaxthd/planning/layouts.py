@@ -59,6 +59,7 @@ class LayoutCost(NamedTuple):
 
     @property
     def layout(self) -> LayoutKind:
+        """The layout whose costs these are."""
         return self.config.compute.layout
 
     @property
@@ -69,6 +70,7 @@ class LayoutCost(NamedTuple):
 
     @property
     def total(self) -> float:
+        """Work and exchange of the busiest rank, in multiply-adds a real token."""
         return self.slots + self.attention + self.exchange
 
     @property

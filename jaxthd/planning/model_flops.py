@@ -40,6 +40,7 @@ def model_flops(config: Config) -> Callable[[BatchReport], float]:
         trains_before = trains
 
     def count(report: BatchReport) -> float:
+        """Floating-point operations of a step, from its report."""
         frames = report.audio_seconds * FRAMES_PER_SECOND
         return per_frame * frames + per_token * report.real_tokens + per_target * report.supervised_tokens
 

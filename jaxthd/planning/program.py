@@ -24,6 +24,7 @@ Received = dict[tuple[str, ...], np.ndarray]
 
 
 def compiled(function: Any, *arguments: Any) -> Any:
+    """The function compiled for these arguments, with XLA's costly passes off."""
     return jax.jit(function).lower(*arguments).compile(compiler_options=UNOPTIMIZED)
 
 
@@ -55,6 +56,7 @@ def received_bytes(
 
     @cache
     def inside(computation: str) -> Received:
+        """Bytes that each device receives in one run of a computation, by axes."""
         total: Received = {}
         for found in filter(None, map(_INSTRUCTION.match, bodies[computation])):
             op, rest = found["op"], found["rest"]

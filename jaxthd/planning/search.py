@@ -71,6 +71,7 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
     work = slot_work(config)
 
     def run(base: Config, **settings: Any) -> Outcome:
+        """Packs the stream with these settings of data."""
         return simulate(stream, with_data(base, **settings), work)
 
     by_capacity, chosen, by_maximum, bounded = _sizes(stream, config, run)
@@ -184,6 +185,7 @@ def slot_work(config: Config) -> tuple[float, float]:
 
 
 def with_data(config: Config, **settings: Any) -> Config:
+    """The config with these settings of data."""
     return replace(config, data=replace(config.data, **settings))
 
 

@@ -44,10 +44,12 @@ class Outcome(NamedTuple):
 
     @property
     def data(self) -> DataConfig:
+        """The settings that the stream was packed with."""
         return self.config.data
 
     @property
     def documents(self) -> Int[np.ndarray, " buffers"]:
+        """Number of documents in each buffer."""
         return np.array([len(buffer) for buffer in self.buffers], int)
 
     @property
@@ -239,6 +241,7 @@ def fits_of(stream: Lengths, config: Config) -> list[Fit]:
     slots, shares = slots_of(stream, config), Shares.of(config)
 
     def fit(slots: int, tokens: int, chunks: Sequence[int]) -> Fit:
+        """The demand of a document, and why no rank can hold it where that is so."""
         found = Fit(slots, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2)
         if shares is None or shares.fits(found.size):
             return found

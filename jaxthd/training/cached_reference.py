@@ -222,6 +222,7 @@ def weights_digest(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> str:
     config, on = blueprint.config, canonical_shardings(blueprint, mesh)
 
     def canonical(weights: Weights) -> Weights:
+        """The weights with the layers of all stages in one stack."""
         return from_stages(weights, blueprint.stages)
 
     if config.mesh.pipeline > 1:
