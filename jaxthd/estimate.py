@@ -58,10 +58,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 def main(argv: list[str] | None = None) -> None:
     """Runs the command with these arguments; None: those of the process."""
     config, path, run, options, _ = parse_command_line("estimate", argv, OPTIONS, __doc__)
-    config = with_sizes(config, path if run else Path("runs") / path.stem)
     jax.config.update("jax_platforms", "cpu")
     if not options.no_compile:
         simulate_devices(config.mesh.devices)
+    config = with_sizes(config, path if run else Path("runs") / path.stem)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)

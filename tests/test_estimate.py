@@ -208,15 +208,16 @@ def test_an_estimate_of_rollouts_measures_their_programs(capsys: pytest.CaptureF
 
 @pytest.mark.exhaustive
 def test_the_command_compiles_the_step_and_prices_the_links_of_machines(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight devices, four to a machine."""
+    monkeypatch.setattr("jaxthd.estimate.simulate_devices", lambda devices: True)  # the tests have enough
     file = tmp_path / "small.py"
     file.write_text(
         "from tests.test_estimate import small\nfrom jaxthd.config import MeshConfig\n\n\n"
         "def config():\n    return small('M*-', MeshConfig(data=2, context=2, tensor=2))\n"
     )
-    main(["--config", str(file), "--gpus-a-machine", "4"])
+    main([str(file), "--data.prompt", "", "--model.llm.vocab-size", "264", "--gpus-a-machine", "4"])
     text = capsys.readouterr().out
     assert "temporary: gradients, activations" in text
     assert "\ndata + context " in text

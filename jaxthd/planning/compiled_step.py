@@ -5,14 +5,14 @@ The program is one for all devices, so a mesh of a thousand compiles in minutes 
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxthd.config import Config
+from jaxthd.config import ComputeConfig, Config
 from jaxthd.kernels.choose import using
 from jaxthd.models.stacks import to_stages
 from jaxthd.objectives.answers import compares_answers
@@ -138,13 +138,20 @@ def step_bytes(compiled: Any) -> int:
     return int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
 
 
+@dataclass(frozen=True)
+class _Sixteen(ComputeConfig):
+    """Settings with a dtype that is none of a run: float16 would need its loss scaled."""
+
+    dtype: Any = "float16"
+
+
 def as_wide(config: Config) -> Config:
     """The config with float16 in place of bfloat16: as wide, and a CPU's compiler makes no float32 of it."""
     if config.compute.dtype != "bfloat16":
         return config
-    sixteen: Any = "float16"  # no setting of a run, which would need its loss scaled
-    compute = replace(config.compute, dtype=sixteen, block_sizes=config.compute.blocks)
-    return replace(config, compute=compute)
+    settings = {x.name: getattr(config.compute, x.name) for x in fields(config.compute)}
+    sixteen = _Sixteen(**settings | {"dtype": "float16", "block_sizes": config.compute.blocks})
+    return replace(config, compute=sixteen)
 
 
 def runs_by_schedule(config: Config) -> Callable[[str], float]:
