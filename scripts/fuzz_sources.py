@@ -21,25 +21,13 @@ where
 Needs pyarrow (the extra parquet).
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.fuzz.checks import run
+from tests.fuzz.checks import main
 from tests.fuzz.sources import fuzz
 
-
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=5000, help="damaged inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    run(fuzz, options.count, options.seed)
-
-
 if __name__ == "__main__":
-    main()
+    main(__doc__, fuzz, 5000)

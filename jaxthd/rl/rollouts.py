@@ -35,6 +35,9 @@ from jaxthd.rl.resharding import Resharding, same_devices
 from jaxthd.rl.scheduler import Page, Scheduler
 from jaxthd.steps.blueprint import Blueprint, Tree
 
+TOKENS_AT_ONCE = 8
+"""Tokens that are decoded before the host looks for answers that have ended. It affects speed only."""
+
 
 class Rollout(NamedTuple):
     """An answer of n tokens, the one that ends it included.
@@ -135,7 +138,7 @@ class Rollouts:
             lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=on),
             jax.eval_shape(steps.empty, *weights, *nothing, sampling),
         )
-        every = np.int32(rollout.tokens_at_once)
+        every = np.int32(TOKENS_AT_ONCE)
         return {
             "empty": steps.empty.lower(*weights, *nothing, sampling),
             "prefill": steps.prefill.lower(*weights, places, *nothing, sampling),
@@ -208,7 +211,7 @@ class Rollouts:
         done: list[dict[int, Rollout]] = [{} for _ in prompts]
         nothing = self._inputs(scheduler.nothing(), prompts, keys)
         places = self._steps.empty(*weights, *nothing, sampling)
-        every = np.int32(self.config.rollout.tokens_at_once)
+        every = np.int32(TOKENS_AT_ONCE)
         while not scheduler.is_done:
             pages = scheduler.admit()
             if pages:

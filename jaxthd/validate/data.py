@@ -10,21 +10,17 @@ from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.mixing import wrong_weights
 from jaxthd.data.sources.columns import FIELDS, is_column
 from jaxthd.errors import UserError
-from jaxthd.validate.rules import DeviceFacts, Finding, Group
+from jaxthd.validate.rules import DeviceFacts, Finding, Group, finding_of
 
 RULES = Group()
 
 
 @RULES.rule
 def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    manifests, tars, weights = config.data.manifest, config.data.tarred_audio, config.data.weights
+    manifests, weights = config.data.manifest, config.data.weights
     if not manifests or "" in manifests:
         change = 'name a manifest in data.manifest, or "synthetic"'
         yield Finding(f"data.manifest is {manifests}", "one path or more, none of them empty", change)
-    if tars and len(tars) != len(manifests):
-        found = f"data.tarred_audio names {len(tars)} sets of tar files for {len(manifests)} manifests"
-        expected = 'one for each manifest ("" for plain files), or none'
-        yield Finding(found, expected, "correct data.tarred_audio")
     if wrong := wrong_weights(weights, len(manifests)):
         yield Finding(*wrong)
 
@@ -42,7 +38,7 @@ def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 @RULES.rule
 def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     sets = config.data.validation_sets
-    for name, path, _ in sets:
+    for name, path, *_ in sets:
         if not path:
             found = f"data.validation_manifest has a set without a path, {name!r}"
             yield Finding(found, "NAME=PATH, or a path", "name a manifest, or remove the set")
@@ -55,7 +51,7 @@ def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         elif name == "skipped":
             expected = "another, because skipped.jsonl lists the skipped documents"
             yield Finding("data.validation_manifest has the name 'skipped'", expected, "choose another name")
-    for name, count in Counter(name for name, _, _ in sets).items():
+    for name, count in Counter(each.name for each in sets).items():
         if count > 1:
             yield Finding(
                 f"data.validation_manifest has {count} sets of the name {name!r}",
@@ -76,7 +72,7 @@ def _speech_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Fin
             expected,
             "name a manifest of conversations in text in data.manifest, or give the model an encoder",
         )
-    if any(_is_synthetic(path) for _, path, _ in config.data.validation_sets):
+    if any(_is_synthetic(each.path) for each in config.data.validation_sets):
         yield Finding(
             'data.validation_manifest has "synthetic", which is speech, with model.encoder None',
             expected,
@@ -172,24 +168,38 @@ def _augment(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             "set it to 2000 4000, for example",
         )
         yield Finding(found, "the least Hz, then the most, from 100 to below 8000", change)
+    try:
+        shares = augment.probabilities
+    except UserError as error:
+        yield finding_of(error)
+        return
+    for change, share in shares.items():
+        if not 0 <= share <= 1:
+            found = f"data.augment.shares has {change}={share:g}"
+            yield Finding(found, "0 to 1, a share of the recordings", "correct data.augment.shares")
 
 
 @RULES.rule
 def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     masks, encoder = config.data.spec_augment, config.model.encoder
-    if encoder is None:
-        for name in ("freq_masks", "time_masks"):
-            if getattr(masks, name):
-                yield Finding(
-                    f"data.spec_augment.{name} is {getattr(masks, name)} with model.encoder None",
-                    "0, because a model without an encoder has no features to mask",
-                    f"set data.spec_augment.{name} to 0",
-                )
-        return
-    mels = encoder.num_mels
-    if masks.freq_masks and masks.freq_width >= mels:
+    for name, (count, width), are_sizes, expected in (
+        ("freq", masks.freq, masks.freq[1] >= 1, "mel bands of the widest, 1 or more"),
+        ("time", masks.time, 0 <= masks.time[1] < 1, "the longest, a share from 0 to below 1"),
+    ):
+        found = f"data.spec_augment.{name} is ({count}, {width:g})"
+        if count < 0 or not are_sizes:
+            expected = f"the number of masks, and {expected}"
+            yield Finding(found, expected, f"correct data.spec_augment.{name}")
+        elif count and encoder is None:
+            yield Finding(
+                f"{found} with model.encoder None",
+                "0 masks, because a model without an encoder has no features to mask",
+                f"set data.spec_augment.{name} to 0 {width:g}",
+            )
+    if encoder is not None and masks.freq[0] and masks.freq[1] >= encoder.num_mels:
+        count, width = masks.freq
         yield Finding(
-            f"data.spec_augment.freq_width is {masks.freq_width} with {mels} mel bands",
-            "less than model.encoder.num_mels, because a mask could cover every band",
-            f"set data.spec_augment.freq_width to {mels // 3}, for example",
+            f"data.spec_augment.freq is ({count}, {width}) with {encoder.num_mels} mel bands",
+            "fewer bands than model.encoder.num_mels, because a mask could cover every band",
+            f"set data.spec_augment.freq to {count} {encoder.num_mels // 3}, for example",
         )

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import jax
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.errors import UserError
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.parallel.devices import device_platform
 from jaxthd.steps.blueprint import Blueprint
@@ -56,6 +57,13 @@ class Finding(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.found}; expected {self.expected}: {self.change}"
+
+
+def finding_of(error: UserError) -> Finding:
+    """The finding that the message of an error tells: "found; expected this: change"."""
+    found, _, rest = str(error).partition("; expected ")
+    expected, _, change = rest.partition(": ")
+    return Finding(found, expected, change)
 
 
 Rule = Callable[[Config, DeviceFacts], Iterable[Finding]]

@@ -21,7 +21,7 @@ from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.steps.optimizer_kinds import optimizer_kind
 from jaxthd.validate.posttraining import draws
-from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples, shapes_of
+from jaxthd.validate.rules import DeviceFacts, Finding, Group, finding_of, multiples, shapes_of
 
 RULES = Group()
 MOST_PROFILED = 20
@@ -42,27 +42,24 @@ def _kinds(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         try:
             make(name, options)
         except UserError as error:
-            yield _finding(error)
-
-
-def _finding(error: UserError) -> Finding:
-    found, _, rest = str(error).partition("; expected ")
-    expected, _, change = rest.partition(": ")
-    return Finding(found, expected, change)
+            yield finding_of(error)
 
 
 @RULES.rule
 def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     adapt = config.adapt
-    if not adapt.freeze and not adapt.unfreeze and not adapt.lora_rank:
+    if not adapt.freeze and not adapt.lora_rank:
         return
     model = shapes_of(config)
     if model is None:
         return
     parameters, can_adapt, cannot = parameter_names(model), list(projections(model)), no_projections(model)
-    kinds = [("freeze", parameters), ("unfreeze", parameters)]
-    for field, names in kinds + [("lora_targets", can_adapt)] * (adapt.lora_rank > 0):
-        for pattern, near in unmatched(getattr(adapt, field), names):
+    freeze = [pattern.removeprefix("!") for pattern in adapt.freeze]
+    kinds = [("freeze", freeze, parameters)]
+    for field, patterns, names in kinds + [("lora_targets", list(adapt.lora_targets), can_adapt)] * (
+        adapt.lora_rank > 0
+    ):
+        for pattern, near in unmatched(patterns, names):
             found = f"adapt.{field} {pattern!r} matches nothing"
             if field == "lora_targets" and any(matches(name, [pattern]) for name in cannot):
                 found += " but routers or routed experts, which have no low-rank matrices"
@@ -154,7 +151,7 @@ def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     try:
         factors = config.adapt.factors
     except UserError as error:
-        yield _finding(error)
+        yield finding_of(error)
         return
     for part, factor in factors.items():
         if not 0 < factor < math.inf:
@@ -233,9 +230,7 @@ def _profile(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     try:
         window = config.train.profile_window
     except UserError as error:
-        found, _, rest = str(error).partition("; expected ")
-        expected, _, change = rest.partition(": ")
-        yield Finding(found, expected, change)
+        yield finding_of(error)
         return
     if window and window[0] > steps:
         change = f"set train.profile to {max(1, steps - 3)}:{steps}, for example"

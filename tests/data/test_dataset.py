@@ -180,7 +180,7 @@ def test_validation_sets_are_read_each_by_itself_without_the_training_set(folder
 
 
 def test_worker_processes_make_the_same_batches(folder: Path):
-    masks = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2, time_width=0.2)
+    masks = SpecAugmentConfig(freq=(1, 4), time=(2, 0.2))
     plain = config(folder, "speech.jsonl", "chats.jsonl", spec_augment=masks)
     ahead = replace(plain, data=replace(plain.data, workers=1))
     streams = []
@@ -298,7 +298,7 @@ def test_a_position_is_refused_for_other_data_and_kept_for_the_same(folder: Path
         ("template", {"template": "chatml"}),
         ("template_options", {"template_options": "{}"}),
         ("weights", {"weights": (1.0, 2.0)}),
-        ("spec_augment", {"spec_augment": SpecAugmentConfig(freq_masks=1)}),
+        ("spec_augment", {"spec_augment": SpecAugmentConfig(freq=(1, 27))}),
         ("manifest", {"manifest": base.data.manifest[::-1]}),
     ]
     for field, change in changes:
