@@ -13,6 +13,7 @@ from jaxthd.config.listing import all_groups, kind_at
 from jaxthd.config.removed import REMOVED, REPLACED
 from jaxthd.files.config_file import load_config
 from jaxthd.files.run_folder import differences, read_config, write_config
+from jaxthd.terminal.arguments import parse_command_line
 
 GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "data.rungs": ([[1024, 32, 0]], {}),
@@ -147,3 +148,32 @@ def test_fields_of_a_run_that_were_elsewhere_are_found(tmp_path: Path):
     stored["model"]["llm"]["mamba_chunk"] = 64
     (tmp_path / "config.json").write_text(json.dumps(stored))
     assert read_config(tmp_path).compute.dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("path", GIVEN)
+def test_a_command_line_may_give_one(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What took its place counts as given, and goes before what the config file says."""
+    value, expected = GIVEN[path]
+    (tmp_path / "my.py").write_text("from jaxthd.config import *\n\ndef config(): return Config()\n")
+    nested = value if isinstance(value, list) else [value]
+    words = [json.dumps(x) if isinstance(x, list) else str(x) for x in nested]
+    line = parse_command_line("train", [str(tmp_path / "my.py"), f"--{path.replace('_', '-')}", *words])
+    assert {name: attrgetter(name)(line.config) for name in expected} == expected
+    assert bool(line.given) == bool(expected)
+    said = capsys.readouterr().err
+    assert f"the command line: {path} " in said
+    assert " is no setting any more: " in said
+
+
+def test_a_switch_that_was_is_read_in_all_its_forms(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    (tmp_path / "my.py").write_text("from jaxthd.config import *\n\ndef config(): return Config()\n")
+    for words in (
+        ["--compute.remat-llm", "False"],
+        ["--compute.no-remat-llm"],
+        ["--compute.remat_llm=false"],
+    ):
+        line = parse_command_line("train", [str(tmp_path / "my.py"), *words, "--train.steps", "7"])
+        assert (line.config.compute.remat, line.config.train.steps) == ("none", 7)
+        assert line.given == ("compute.remat", "train.steps")
+    for words in (["--compute.remat-llm"], ["--compute.remat-llm", "true"]):
+        assert parse_command_line("train", [str(tmp_path / "my.py"), *words]).config == Config()

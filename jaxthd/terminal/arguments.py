@@ -1,10 +1,11 @@
 """The command line that most commands share: what to work with, the command's options, and every setting."""
 
 import argparse
+import ast
 import os
 import sys
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field, make_dataclass, replace
+from dataclasses import field, fields, make_dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -13,7 +14,7 @@ import tyro
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.config.listing import all_groups, group_names, kind_at
-from jaxthd.config.removed import REMOVED
+from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
 from jaxthd.files.run_folder import open_settings
@@ -96,6 +97,7 @@ def parse_command_line(
     found, overrides = parser.parse_known_args(words, argparse.Namespace(first=first))
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
+    overrides, removed = _without_removed(overrides)
     overrides = _as_flags(overrides, parser)
     if not (source := first or found.config):
         parser.error(
@@ -103,21 +105,21 @@ def parse_command_line(
             f"jaxthd {command} configs/cp2.py"
         )
     settings = open_settings(expand_home(source))
+    default, replaced = _with_removed(settings.config, removed)
     config = tyro.cli(
         Config,
-        default=_with_mesh_of_rollouts(settings.config, overrides),
+        default=_with_mesh_of_rollouts(default, overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
         config=NO_SUBCOMMANDS,
     )
     config = with_absolute_paths(config, Path.cwd())
-    return CommandLine(config, settings.path, settings.run, found, _given(overrides))
+    return CommandLine(config, settings.path, settings.run, found, (*replaced, *_given(overrides)))
 
 
 def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
     """Returns the words with --GROUP.X True and --GROUP.X=True as --GROUP.X, and False as --GROUP.no-X, for
-    settings of type bool: those are the forms that tyro reads. Ends the process for another value, and for
-    settings that were removed.
+    settings of type bool: those are the forms that tyro reads. Ends the process for another value.
     """
     known = {x.option for group in all_groups() for x in group.settings if x.types == ("bool",)}
     flags, rest = list[str](), list(words)
@@ -126,9 +128,6 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str
         name, has_value, value = word.partition("=")
         option = f"--{name.removeprefix('--').replace('_', '-')}"
         group, _, last = option.rpartition(".")
-        setting = last.removeprefix("no-").replace("-", "_")
-        if removed := REMOVED.get(group.removeprefix("--"), {}).get(setting):
-            parser.error(f"{option} is no setting any more: {removed.now}; leave it out")
         if not name.startswith("--") or option not in known:
             flags.append(word)
             continue
@@ -140,6 +139,59 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str
             )
         flags.append(f"{group}.no-{last}" if value.lower() == "false" else option)
     return flags
+
+
+def _without_removed(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
+    """(the words without settings that there were, those by group and name: jaxthd/config/removed.py)."""
+    kept, removed = list[str](), dict[str, dict[str, Any]]()
+    rest = list(words)
+    while rest:
+        word = rest.pop(0)
+        option, has_value, value = word.partition("=")
+        group, _, last = option.removeprefix("--").replace("-", "_").rpartition(".")
+        of_group = REMOVED.get(group, {}) if word.startswith("--") else {}
+        name = last if last in of_group else last.removeprefix("no_")
+        if name not in of_group:
+            kept.append(word)
+            continue
+        values = [value] if has_value else []
+        while not has_value and rest and not rest[0].startswith("--"):
+            values.append(rest.pop(0))
+        read = [_value(text) for text in values] or [name == last]
+        several = isinstance(of_group[name].was, tuple)
+        removed.setdefault(group, {})[name] = tuple(read) if several or len(read) > 1 else read[0]
+    return kept, removed
+
+
+def _value(text: str) -> Any:
+    """A number or a truth value that the text writes, else the text."""
+    try:
+        return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+def _with_removed(config: Config, removed: Mapping[str, Mapping[str, Any]]) -> tuple[Config, list[str]]:
+    """(the config with what replaced these settings, the dotted names of that). Tells what did, on stderr."""
+    names = []
+    for group, given in removed.items():
+        own = attrgetter(group)(config)
+        before = {x.name: getattr(own, x.name) for x in fields(own)}
+        present, notes = renewed(group, before | dict(given))
+        for note in notes:
+            warn_once("the command line", note)
+        new = {name: value for name, value in present.items() if value != before[name]}
+        names += [f"{group}.{name}" for name in new]
+        for name, value in new.items():
+            value = replace(before[name], **value) if isinstance(value, dict) else value
+            config = _with(config, f"{group}.{name}", value)
+    return config, names
+
+
+def _with(settings: Any, path: str, value: Any) -> Any:
+    """Settings with the value at a dotted path."""
+    name, _, rest = path.partition(".")
+    return replace(settings, **{name: _with(getattr(settings, name), rest, value) if rest else value})
 
 
 def _with_mesh_of_rollouts(config: Config, overrides: Sequence[str]) -> Config:
