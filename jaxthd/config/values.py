@@ -32,6 +32,10 @@ class Unset(int):
     As an int it takes part in arithmetic and comparisons, and JSON writes it as one.
     """
 
+    def __hash__(self) -> int:
+        """Another hash than that of the int: tyro caches by a default, and 64 given is not 64 unset."""
+        return hash((Unset, int(self)))
+
 
 Index = Annotated[int, Range(0)]
 """An integer that may be 0."""
