@@ -34,7 +34,7 @@ def config() -> Config:
             llm=LLMConfig(pattern="M*M*-"),
         ),
         # What is cheap is computed again. So the temporary memory stays under 64 MiB, and the process keeps
-        # it from step to step (jaxthd/run/host_memory.py). To keep all activations would take longer.
+        # it from step to step (jaxthd/run/startup.py). To keep all activations would take longer.
         compute=ComputeConfig(remat="selective"),
         train=TrainConfig(
             steps=3200,

@@ -36,7 +36,7 @@ def config() -> Config:
         ),
         # What is cheap is computed again: the step needs 59 MB of temporary memory in place of 120 MB, and
         # takes as long. With --mesh.context 2 the process keeps only arrays of up to 64 MiB from step to step
-        # (jaxthd/run/host_memory.py).
+        # (jaxthd/run/startup.py).
         compute=ComputeConfig(remat="selective"),
         train=TrainConfig(
             steps=900,

@@ -19,9 +19,8 @@ Several processes evaluate together as they train together (jaxthd.train).
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import Mesh
@@ -33,17 +32,11 @@ from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.error_gallery import Case, draw_gallery
 from jaxthd.files.jsonl import finite
 from jaxthd.files.run_folder import EMA, source_of
-from jaxthd.inference.evaluator import Evaluator
-from jaxthd.inference.results import (
-    SetResult,
-    document_line,
-    most_wrong,
-    scored,
-    set_figures,
-)
+from jaxthd.inference.evaluator import Evaluation, Evaluator, Hypothesis
+from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
-from jaxthd.parallel.processes import exchange
+from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.run.evaluations import (
     SUMMARY,
     checkpoint_of,
@@ -68,6 +61,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     **PROCESS_OPTIONS,
 }
+
+
+class ScoredDocument(NamedTuple):
+    """A document's hypothesis with its errors.
+
+    reference, hypothesis: after the normaliser. words, characters: errors of
+    the hypothesis against the reference.
+    """
+
+    decoded: Hypothesis
+    reference: str
+    hypothesis: str
+    words: Errors
+    characters: Errors
+
+
+class SetResult(NamedTuple):
+    """An evaluated set. documents: those with an answer, in the set's order."""
+
+    name: str
+    found: Evaluation
+    documents: list[ScoredDocument]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -117,7 +132,8 @@ def evaluate(
         for result in results:
             outputs.write_lines(f"{result.name}.jsonl", map(document_line, result.documents))
         outputs.write_text(SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
-        outputs.draw("error_gallery.png", partial(_draw_gallery, results, data, gallery))
+        if is_first():
+            _draw_gallery(results, data, gallery, out / "error_gallery.png")
         print(_table(summary))
         if summary["skipped_documents"]:
             print(f"{summary['skipped_documents']} skipped documents are listed in {data.skipped.path}")
@@ -220,6 +236,63 @@ def _draw_gallery(results: Sequence[SetResult], data: SpeechData, most: int, pat
         cases.append(Case(title, chunks, document.reference, document.hypothesis))
     if cases:
         draw_gallery(cases, path)
+
+
+def scored(
+    hypotheses: Sequence[Hypothesis], normaliser: Normaliser, order: Mapping[str, int]
+) -> list[ScoredDocument]:
+    """The hypotheses with their errors. order: each document's number in the set, by key."""
+    decoded = sorted(hypotheses, key=lambda h: order[h.key])
+    normalise = make_normaliser(normaliser)
+    references, texts = (
+        [normalise(h.reference) for h in decoded],
+        [normalise(h.hypothesis) for h in decoded],
+    )
+    errors = errors_of(references, texts), errors_of(references, texts, "characters")
+    return [ScoredDocument(*fields) for fields in zip(decoded, references, texts, *errors, strict=True)]
+
+
+def most_wrong(results: Sequence[SetResult], most: int) -> list[tuple[str, ScoredDocument]]:
+    """(set's name, document) of the documents with the highest word error rates; ties by number of errors."""
+    wrong = [(r.name, d) for r in results for d in r.documents if d.words.total and d.words.wrong]
+    wrong.sort(key=lambda x: (-x[1].words.rate, -x[1].words.wrong, x[0], x[1].decoded.key))
+    return wrong[:most]
+
+
+def document_line(document: ScoredDocument) -> dict[str, Any]:
+    """A document's line of SET.jsonl."""
+    words = document.words._asdict()
+    return {
+        **document.decoded._asdict(),
+        "wer": document.words.rate,
+        "cer": document.characters.rate,
+        "words": words.pop("total"),
+        **words,
+    }
+
+
+def set_figures(result: SetResult) -> dict[str, Any]:
+    """A set's figures, for the table and for summary.json; None if there is nothing to measure."""
+    words, characters = (
+        summed(getattr(d, unit) for d in result.documents) for unit in ("words", "characters")
+    )
+    seconds = result.found.audio_seconds
+    return {
+        "documents": int(result.found.scores.get("documents", 0)),
+        "audio_seconds": seconds,
+        "loss": result.found.scores.get("loss"),
+        "accuracy": result.found.scores.get("accuracy"),
+        "wer": words.rate,
+        "cer": characters.rate,
+        "words": words.total,
+        "substitutions": words.substitutions,
+        "deletions": words.deletions,
+        "insertions": words.insertions,
+        "without_words": sum(not d.reference for d in result.documents),
+        "cut_off": sum(not d.decoded.ended for d in result.documents),
+        "seconds": result.found.seconds,
+        "real_time_factor": result.found.seconds / seconds if seconds else None,
+    }
 
 
 if __name__ == "__main__":

@@ -23,10 +23,9 @@ from jaxthd.data.example import Example
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.inference.chat import chat, say, show_answers, user_turn
-from jaxthd.inference.generator import Answer, Generator, check_sampling
-from jaxthd.inference.loading import load
+from jaxthd.inference.generator import Answer, Generator, check_sampling, load
 from jaxthd.run.startup import simulate_devices
-from jaxthd.terminal.arguments import WEIGHTS, parse_command_line
+from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": WEIGHTS,
@@ -44,18 +43,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "chat": {"type": Path, "help": "JSONL of conversations to answer, in the formats of a manifest"},
     "out": {"type": Path, "metavar": "FILE", "help": "JSONL file that the answers are appended to"},
     "json": {"action": "store_true", "help": "write a JSON object for each answer, when it is whole"},
-    "temperature": {
-        "type": float,
-        "default": 0.0,
-        "help": "temperature of sampling; 0, the default, takes the likeliest token",
-    },
-    "top-k": {"type": int, "default": 0, "help": "sample among the k likeliest tokens; 0 for all"},
-    "top-p": {
-        "type": float,
-        "default": 1.0,
-        "help": "sample among the likeliest tokens whose probabilities add up to this",
-    },
-    "seed": {"type": int, "default": 0, "help": "seed of sampling"},
+    **SAMPLING,
     "max-new-tokens": {"type": int, "default": 256, "help": "most tokens of an answer, 256 by default"},
     "batch": {"type": int, "help": "most conversations answered together; by default 8, in a chat 1"},
 }
@@ -65,11 +53,13 @@ def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("generate", argv, OPTIONS, __doc__)
     config, options, weights = line.config, line.options, line.weights()
     _check(options, weights)
+    line.require_least(batch=1, max_new_tokens=1)
+    check_sampling(options.temperature, options.top_k, options.top_p)
     conversations = _conversations(options, config.data)
     batch = options.batch or (min(len(conversations), 8) if conversations else 1)
     simulate_devices(config.mesh.devices)
     generator = load(config, weights, batch=batch, max_new_tokens=options.max_new_tokens)
-    settings = {name: getattr(options, name) for name in ("temperature", "top_k", "top_p", "seed")}
+    settings = line.sampling()
     if conversations:
         start = time.perf_counter()
         answers = show_answers(
@@ -109,11 +99,6 @@ def _check(options: Namespace, weights: Sequence[str]) -> None:
         raise UserError(
             "--weights is missing; expected the workdir of a run, or Hugging Face folders: name it"
         )
-    for name in ("batch", "max_new_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected 1 or more: correct it")
-    check_sampling(options.temperature, options.top_k, options.top_p)
 
 
 def _conversations(options: Namespace, data: DataConfig) -> list[Example]:

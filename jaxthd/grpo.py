@@ -26,8 +26,7 @@ from pathlib import Path
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.rl.answers import AnswerSupplier
-from jaxthd.run.before import run_before
-from jaxthd.run.continuing import OPTIONS, require_objective, workdir_of
+from jaxthd.run.continuing import OPTIONS, require_objective, run_before, workdir_of
 from jaxthd.run.startup import devices_ready
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.leaving import ends_in_time

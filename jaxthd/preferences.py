@@ -23,7 +23,7 @@ Killed, the same command continues; what is in the files is not sampled again. W
 import os
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,14 +38,12 @@ from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.inference.chat import say
-from jaxthd.inference.generator import Generator, check_sampling
-from jaxthd.inference.loading import load
-from jaxthd.inference.preference_files import PreferenceFiles
-from jaxthd.inference.preference_lines import Item, measured
+from jaxthd.inference.generator import Generator, check_sampling, load
+from jaxthd.inference.preferences import Item, PreferenceFiles, measured
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run.evaluations import checkpoint_of, evaluated_settings
 from jaxthd.run.startup import simulate_devices
-from jaxthd.terminal.arguments import WEIGHTS, parse_command_line
+from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, parse_command_line
 
 SECONDS = 30.0
 """Time between two lines on progress."""
@@ -55,26 +53,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "out": {"type": Path, "metavar": "FILE", "help": "JSONL file for the preference lines"},
     "items": {"type": int, "metavar": "N", "help": "only the first N items of the manifest"},
     "samples": {"type": int, "default": 8, "help": "hypotheses of each item, 8 by default"},
+    **SAMPLING,
     "temperature": {"type": float, "default": 1.0, "help": "temperature of sampling, 1 by default"},
-    "top-k": {"type": int, "default": 0, "help": "sample among the k likeliest tokens; 0 for all"},
-    "top-p": {
-        "type": float,
-        "default": 1.0,
-        "help": "sample among the likeliest tokens whose probabilities add up to this",
-    },
-    "seed": {"type": int, "default": 0, "help": "seed of sampling"},
     "max-new-tokens": {"type": int, "default": 256, "help": "most tokens of a hypothesis, 256 by default"},
     "batch": {"type": int, "default": 32, "help": "most hypotheses decoded together, 32 by default"},
 }
-SAMPLING = ("temperature", "top_k", "top_p", "seed")
 
 
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("preferences", argv, OPTIONS, __doc__)
     config, options, weights = line.config, line.options, line.weights()
-    _check(options, weights)
+    line.require("manifest", "out")
+    line.require_least(items=1, samples=2, batch=1, max_new_tokens=1)
+    check_sampling(options.temperature, options.top_k, options.top_p)
+    if not options.temperature:
+        raise UserError(
+            "--temperature is 0, with which all hypotheses are the same; expected more: leave it out, or 0.8"
+        )
     items, skipped, digest = _items(config, options)
-    sources, settings = _settings(config, weights, options, digest)
+    sizes = {name: getattr(options, name) for name in ("samples", "max_new_tokens")}
+    sources, settings = _settings(config, weights, {"manifest": digest} | line.sampling() | sizes)
     out = PreferenceFiles(options.out, options.manifest, settings)
     for item in skipped:
         out.skip(*item)
@@ -84,16 +82,19 @@ def main(argv: list[str] | None = None) -> None:
         say(f"{len(items) - len(rest)} of {len(items)} items are done already")
     if rest:
         generator = load(config, sources, batch=options.batch, max_new_tokens=options.max_new_tokens)
-        make_preferences(generator, rest, out, options)
+        make_preferences(generator, rest, out, options, line.sampling())
     print(out.summary())
 
 
 def make_preferences(
-    generator: Generator, items: Sequence[Item], out: PreferenceFiles, options: Namespace
+    generator: Generator,
+    items: Sequence[Item],
+    out: PreferenceFiles,
+    options: Namespace,
+    sampling: Mapping[str, Any],
 ) -> None:
-    """Samples hypotheses of the items, and writes the lines. options: the command's."""
+    """Samples hypotheses of the items, and writes the lines. options: the command's. sampling: how."""
     normalise = make_normaliser(generator.config.train.normaliser)
-    sampling = {name: getattr(options, name) for name in SAMPLING}
     at_once = max(1, 4 * options.batch // options.samples)
     told = time.perf_counter()
     for start in range(0, len(items), at_once):
@@ -110,24 +111,6 @@ def make_preferences(
         if time.perf_counter() - told > SECONDS:
             told = time.perf_counter()
             say(f"{min(start + at_once, len(items)):,} of {len(items):,} items, {out.pairs:,} pairs")
-
-
-def _check(options: Namespace, weights: Sequence[str]) -> None:
-    given = {"weights": weights, "manifest": options.manifest, "out": options.out}
-    missing = [f"--{name}" for name, value in given.items() if not value]
-    if missing:
-        raise UserError(
-            f"{', '.join(missing)} missing; expected --weights SOURCE --manifest FILE --out FILE: add them"
-        )
-    for name, least in (("items", 1), ("samples", 2), ("batch", 1), ("max_new_tokens", 1)):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise UserError(f"--{name.replace('_', '-')} is {value}; expected {least} or more: correct it")
-    check_sampling(options.temperature, options.top_k, options.top_p)
-    if not options.temperature:
-        raise UserError(
-            "--temperature is 0, with which all hypotheses are the same; expected more: leave it out, or 0.8"
-        )
 
 
 def _items(config: Config, options: Namespace) -> tuple[list[Item], list[Skipped], str]:
@@ -150,14 +133,16 @@ def _items(config: Config, options: Namespace) -> tuple[list[Item], list[Skipped
 
 
 def _settings(
-    config: Config, weights: Sequence[str], options: Namespace, digest: str
+    config: Config, weights: Sequence[str], asked: Mapping[str, Any]
 ) -> tuple[Sequence[str], dict[str, Any]]:
-    """(the weights, of a run those of one checkpoint; what the lines depend on, as JSON)."""
+    """(the weights, of a run those of one checkpoint; what the lines depend on, as JSON).
+
+    asked: the manifest's digest, and how hypotheses are sampled.
+    """
     settings = evaluated_settings(config, weights)
     for name in ("sets", "tarred_audio"):
         del settings[name]
-    names = (*SAMPLING, "samples", "max_new_tokens")
-    settings |= {"manifest": digest, **{name: getattr(options, name) for name in names}}
+    settings |= asked
     of_run = checkpoint_of(weights)
     if of_run:  # a run that goes on may save another checkpoint meanwhile
         workdir, step = of_run

@@ -28,18 +28,18 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
-from jaxthd.data.dataset import SpeechData, SynchronizedLoader
+from jaxthd.data.dataset import SpeechData
 from jaxthd.data.loader import make_loader
 from jaxthd.data.skipped import SkipLog
-from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import Tokenizer, load_tokenizer
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.inference.score_lines import Summary, score_line
 from jaxthd.inference.scorer import DocumentScores, Scorer, in_order, of_document
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
@@ -48,6 +48,7 @@ from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import devices_ready, prepared, with_kernels
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
+from jaxthd.terminal.tables import clipped, printable, table
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": WEIGHTS,
@@ -62,17 +63,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "every-token": {"action": "store_true", "help": "score every text token, not only the supervised ones"},
     **PROCESS_OPTIONS,
 }
+ROWS = 10
+"""Most documents in the table."""
+COLUMNS = "document|tokens|log-prob|a token|text"
 
 
 def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("score", argv, OPTIONS, __doc__)
     config, options, weights = line.config, line.options, line.weights()
-    given = {"weights": weights, "manifest": options.manifest, "out": options.out}
-    missing = [f"--{name}" for name, value in given.items() if not value]
-    if missing:
-        raise UserError(
-            f"{', '.join(missing)} missing; expected --weights SOURCE --manifest FILE --out FILE: add them"
-        )
+    line.require("manifest", "out")
     entries = config.model.llm.vocab_size
     if not 0 <= options.top_k <= entries:
         raise UserError(f"--top-k is {options.top_k}; expected 0 to {entries} (model.llm.vocab_size)")
@@ -129,8 +128,9 @@ def score(
         shuffle=False,
         answers=has_answers,
         on_skip=_refuse,
+        skipped=SkipLog(Path(), writes=False),
     )
-    with SynchronizedLoader(loader, SkipLog(Path(), writes=False)) as batches:
+    with loader as batches:
         scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
         found = sorted(scorer(_on_mesh(weights, config, mesh), batches), key=lambda x: number[x.key])
         shares = config.posttraining.share_prompts
@@ -193,6 +193,99 @@ def _on_mesh(weights: Weights | Sequence[str | Path], config: Config, mesh: Mesh
     if isinstance(weights, Weights):
         return training_weights(weights, Blueprint(config), mesh)
     return load_model(weights, Blueprint(config), mesh)
+
+
+def score_line(scores: DocumentScores, tokenizer: Tokenizer) -> dict[str, Any]:
+    """A document's line of JSON; log-probabilities to what float32 holds of numbers about 1.
+
+    A token's own text is as the tokenizer decodes it by itself; a part of a character is U+FFFD.
+    """
+    scored = scores.tokens[scores.positions].tolist()
+    line = {
+        "key": scores.key,
+        "text": tokenizer.decode(scored),
+        "log_prob": round(float(scores.log_probs.sum(dtype=np.float64)), 6),
+        "tokens": scores.tokens.tolist(),
+        "positions": scores.positions.tolist(),
+        "texts": [tokenizer.decode([token]) for token in scored],
+        "log_probs": _rounded(scores.log_probs),
+    }
+    if scores.answers:
+        line["answers"] = _of_answers(scores, tokenizer)
+    if scores.top_ids.shape[1]:
+        top = scores.top_ids.tolist()
+        line |= {
+            "top_ids": top,
+            "top_texts": [[tokenizer.decode([token]) for token in tokens] for tokens in top],
+            "top_log_probs": _rounded(scores.top_log_probs),
+        }
+    return line
+
+
+def _of_answers(scores: DocumentScores, tokenizer: Tokenizer) -> list[dict[str, Any]]:
+    """Text, log-probability and number of tokens of each answer."""
+    ids, ends = scores.tokens[scores.positions], np.cumsum(scores.answers)[:-1]
+    return [
+        {
+            "text": tokenizer.decode(of_answer.tolist()),
+            "log_prob": round(float(log_probs.sum(dtype=np.float64)), 6),
+            "tokens": len(of_answer),
+        }
+        for of_answer, log_probs in zip(np.split(ids, ends), np.split(scores.log_probs, ends), strict=True)
+    ]
+
+
+def _rounded(x: np.ndarray) -> list[Any]:
+    return np.round(x.astype(np.float64), 7).tolist()
+
+
+class _Row(NamedTuple):
+    mean: float
+    key: str
+    tokens: int
+    log_prob: float
+    text: str
+
+
+class Summary:
+    """Counts documents, and remembers those that are least likely for each token."""
+
+    def __init__(self) -> None:
+        self.documents = self.tokens = 0
+        self.log_prob = 0.0
+        self._least: list[_Row] = []
+
+    def noted(self, line: dict[str, Any]) -> dict[str, Any]:
+        """Takes a document's line (score_line) into account, and returns it."""
+        tokens, log_prob = len(line["positions"]), line["log_prob"]
+        self.documents, self.tokens, self.log_prob = (
+            self.documents + 1,
+            self.tokens + tokens,
+            self.log_prob + log_prob,
+        )
+        if tokens:
+            row = _Row(
+                log_prob / tokens, line["key"], tokens, log_prob, printable(" ".join(line["text"].split()))
+            )
+            self._least = sorted([*self._least, row])[:ROWS]
+        return line
+
+    def text(self, columns: int) -> str:
+        """The table, at most so many columns wide, and the figures of all documents."""
+        mean = f"{self.log_prob / self.tokens:.4f}" if self.tokens else "-"
+        whole = (
+            f"{self.documents:,} documents, {self.tokens:,} tokens scored, "
+            f"log-probability {self.log_prob:,.2f}, {mean} a token"
+        )
+        if not self._least:
+            return whole
+        rows: Sequence[Sequence[Any]] = [
+            [clipped(row.key, 24), row.tokens, f"{row.log_prob:.2f}", f"{row.mean:.3f}", row.text]
+            for row in self._least
+        ]
+        title = "Least likely for each token"
+        lines = table(title, COLUMNS, rows, left=(0, 4)).splitlines()
+        return "\n".join([*(clipped(line, columns) for line in lines), whole])
 
 
 if __name__ == "__main__":

@@ -31,8 +31,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxthd.config import LLMConfig
-from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.config import DataConfig, LLMConfig
+from jaxthd.data.sources.registry import open_source
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.packing.balance import attention_work, imbalance
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import encoder_frames
@@ -77,7 +78,7 @@ def token_lengths(manifest: str) -> list[int]:
     """Tokens of each document: encoder frames + bytes of text + end; or 1,000 seeded log-normal lengths."""
     if not manifest:
         return np.random.default_rng(0).lognormal(math.log(300), 1.2, 1000).astype(int).clip(1).tolist()
-    utterances, _ = read_manifest(manifest)
+    utterances, _ = open_source(SourceSetting(str(manifest))).read(DataConfig())
     timed = [(u.text, u.duration) for u in utterances if u.duration is not None]
     return [encoder_frames(round(100 * seconds)) + len(text.encode()) + 1 for text, seconds in timed]
 

@@ -52,7 +52,7 @@ from jaxthd.kernels.scan_probe import (
 from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.scan.backends import scan
-from jaxthd.ops.scan.contract import ScanShape
+from jaxthd.ops.scan.contract import ScanInputs, ScanShape
 from jaxthd.ops.scan.pallas import ssd_pallas
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
@@ -91,7 +91,7 @@ def inputs(shape: ScanShape, tokens: int) -> tuple[Any, ...]:
 def forward(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any:
     segments = make_segments(ids, positions, block=128, axis=None)
     x, dt, a, b, c, *_ = given
-    return scan(x, dt, a, b, c, segments, chunk=chunk, backend=backend)
+    return scan(ScanInputs(x, dt, a, b, c), segments, chunk=chunk, backend=backend)
 
 
 def both(backend: Any, chunk: int, ids: Any, positions: Any, *given: Any) -> Any:

@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 
 from jaxthd.config import Config
-from jaxthd.data.dataset import SpeechData, SynchronizedLoader
-from jaxthd.data.loader import BatchReport
+from jaxthd.data.dataset import SpeechData
+from jaxthd.data.loader import BatchReport, Loader
 from jaxthd.files.config_file import load_config
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.run.startup import simulate_devices
@@ -51,7 +51,7 @@ LEAST_BATCHES = 5
 class Step:
     """The run's training step, on batches that are already on the mesh."""
 
-    def __init__(self, config: Config, loader: SynchronizedLoader) -> None:
+    def __init__(self, config: Config, loader: Loader) -> None:
         mesh = make_mesh(config.mesh)
         self._step = make_train_step(Blueprint(config), mesh)
         self._state = init_state(Blueprint(config), mesh)
@@ -68,7 +68,7 @@ class Step:
         return found
 
 
-def opened(config: Config, workers: int, stack: ExitStack) -> SynchronizedLoader:
+def opened(config: Config, workers: int, stack: ExitStack) -> Loader:
     """The run's training loader with that many workers, warmed up."""
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     config = replace(config, data=replace(config.data, workers=workers))
@@ -78,7 +78,7 @@ def opened(config: Config, workers: int, stack: ExitStack) -> SynchronizedLoader
     return loader
 
 
-def timed(loader: SynchronizedLoader, batches: int) -> list[tuple[float, BatchReport]]:
+def timed(loader: Loader, batches: int) -> list[tuple[float, BatchReport]]:
     """(seconds, report) of each of the next batches, after the prefetched ones."""
     list(islice(loader, 2))
     found = []
@@ -89,7 +89,7 @@ def timed(loader: SynchronizedLoader, batches: int) -> list[tuple[float, BatchRe
     return found
 
 
-def growth(loader: SynchronizedLoader, batches: int) -> tuple[int, int]:
+def growth(loader: Loader, batches: int) -> tuple[int, int]:
     """The most resident memory over the first tenth of the batches, and over the last tenth."""
     weighed = []
     for _ in range(batches):

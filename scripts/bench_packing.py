@@ -39,16 +39,17 @@ import grain
 import jax
 import numpy as np
 
-from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.manifest import read_manifest
+from jaxthd.data.sources.registry import open_source
+from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.packing.batch import Batch, concatenate_rows, with_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.run.host_memory import keep_freed_memory
+from jaxthd.run.startup import keep_freed_memory
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step
@@ -113,7 +114,7 @@ def text_documents(count: int, longest: int = TEXT_LONGEST) -> list[Document]:
 def speech_documents(manifest: str, config: Config) -> list[Document]:
     """At most MOST_RECORDINGS documents of a manifest, in a seeded random order; faulty ones are skipped."""
     documents = SpeechDocuments(config, load_tokenizer(config.data.tokenizer), train=False)
-    examples, _ = read_manifest(manifest)
+    examples, _ = open_source(SourceSetting(str(manifest))).read(DataConfig())
     order = np.random.default_rng(0).permutation(len(examples))[:MOST_RECORDINGS]
     made = [documents(examples[i], 0) for i in order]
     return [document for document in made if not isinstance(document, Skipped)]

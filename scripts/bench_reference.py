@@ -266,10 +266,14 @@ def main() -> None:
             "has them: --python-reference PYTHON"
         )
 
-    from jaxthd.data.sources.manifest import read_manifest
-    from jaxthd.terminal.tables import Claim, conclude
+    from jaxthd.config import DataConfig
+    from jaxthd.data.sources.registry import open_source
+    from jaxthd.data.sources.source import SourceSetting
 
-    utterances, _ = read_manifest(options.manifest, "--manifest")
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    from scripts.benchmark import Claim, conclude
+
+    utterances, _ = open_source(SourceSetting(options.manifest, "--manifest")).read(DataConfig())
     lengths = [
         math.ceil(12.5 * u.duration) + 8 + math.ceil(len(u.text.encode()) / 4)
         for u in utterances

@@ -106,17 +106,17 @@ class Sides:
         return [self.documents.prompt(example) for example in self.examples]
 
     def refilled(self) -> Work:
-        self.rollouts.draw(self.state.params, self.state.buffers, self.prompts())
-        return Work(self.rollouts.counts.tokens, self.rollouts.counts.prompt_slots)
+        return self._drawn(self.prompts())
 
     def waiting(self) -> Work:
-        groups, total = self.options.at_once // self.options.group_size, Work(0, 0)
-        prompts = self.prompts()
-        for first in range(0, len(prompts), groups):
-            self.rollouts.draw(self.state.params, self.state.buffers, prompts[first : first + groups])
-            counts = self.rollouts.counts
-            total = Work(total.tokens + counts.tokens, total.slots + counts.prompt_slots)
-        return total
+        groups, prompts = self.options.at_once // self.options.group_size, self.prompts()
+        drawn = [self._drawn(prompts[n : n + groups]) for n in range(0, len(prompts), groups)]
+        return Work(*map(sum, zip(*drawn, strict=True)))
+
+    def _drawn(self, prompts: list[Document]) -> Work:
+        """Draws answers to these prompts, each of which is prefilled once for its group."""
+        drawn = self.rollouts.draw(self.state.params, self.state.buffers, prompts)
+        return Work(sum(len(x.tokens) for group in drawn for x in group), sum(map(len, prompts)))
 
     def one_by_one(self) -> Work:
         size = self.options.group_size

@@ -147,9 +147,9 @@ def executed_blocks(config: Config, batch: Batch) -> list[int]:
         axis=None,
         documents=config.data.max_documents,
     )
-    calls: list[KeyIntervals] = [segments.local]
+    calls: list[KeyIntervals] = [segments.keys.local]
     if segments.prefixes is not None:
-        calls.append(segments.prefixes.local)
+        calls.append(segments.prefixes.keys.local)
     return [int((call.blocks[:, 1] - call.blocks[:, 0]).sum()) for call in calls]
 
 

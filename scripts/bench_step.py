@@ -27,8 +27,7 @@ from jaxthd.data.dataset import SpeechData
 from jaxthd.files.config_file import load_config
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
-from jaxthd.run.host_memory import keep_freed_memory
-from jaxthd.run.startup import prepared, simulate_devices
+from jaxthd.run.startup import keep_freed_memory, prepared, simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import make_train_step

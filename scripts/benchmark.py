@@ -14,16 +14,37 @@ from dataclasses import replace
 from itertools import chain, zip_longest
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxthd.config import Config
-from jaxthd.terminal.tables import Claim, conclude, show, size_text, table
+from jaxthd.terminal.tables import size_text, table
 
 __all__ = ["Claim", "benchmark", "by_turns", "changed", "conclude", "memory", "show", "size_text", "table"]
 
 Call = Callable[[], Any]
+
+
+class Claim(NamedTuple):
+    """Assertion of a benchmark or a check, and whether it holds."""
+
+    text: str
+    holds: bool
+
+
+def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
+    """Prints a table whose columns are all right-aligned."""
+    print(f"\n{table(title, columns, rows, left=())}", flush=True)
+
+
+def conclude(claims: Sequence[Claim], *, check: bool) -> None:
+    """Prints the claims. With `check`, ends the process with status 1 if one fails."""
+    print("\nClaims")
+    for claim in claims:
+        print(f"  {'holds' if claim.holds else 'FAILS'}  {claim.text}")
+    if check and not all(claim.holds for claim in claims):
+        sys.exit(1)
 
 
 def benchmark(doc: str | None, *, manifest: bool = False, rounds: int = 0) -> argparse.ArgumentParser:

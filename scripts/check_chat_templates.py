@@ -34,7 +34,7 @@ from jaxthd.data.example import Clip, Turn
 from jaxthd.data.text.chat_template import ChatTemplate
 from jaxthd.data.text.tokenizer import FileTokenizer, load_tokenizer
 from jaxthd.errors import UserError
-from jaxthd.terminal.tables import Claim, conclude, table
+from scripts.benchmark import Claim, conclude, table
 
 ROOT = Path(__file__).parents[1]
 CHAT = ROOT / "tests" / "references" / "chat"

@@ -59,8 +59,8 @@ from jaxthd.planning.model_flops import model_flops as planned_flops
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
 from jaxthd.steps.training import loss_and_gradient, make_train_step
-from jaxthd.terminal.tables import show
 from scripts import bench_kernels
+from scripts.benchmark import show
 from scripts.gpu_models import MODELS, TINY, base_config, model_flops, recordings, report_of, rows_of
 from tests.errors import relative_errors
 

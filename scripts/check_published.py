@@ -28,7 +28,7 @@ from safetensors.numpy import load_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxthd.convert import export_weights, import_weights
-from jaxthd.terminal.tables import Claim, conclude, table
+from scripts.benchmark import Claim, conclude, table
 from tests.errors import relative_errors
 from tests.hf.published import Published
 

@@ -54,9 +54,8 @@ from jaxthd.planning.model_flops import model_flops
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, state_shardings
 from jaxthd.steps.training import make_train_step
-from jaxthd.terminal.tables import show, size_text
 from jaxthd.validate import DeviceFacts, validate
-from scripts.benchmark import changed
+from scripts.benchmark import changed, show, size_text
 from scripts.gpu_costs import H100, Launched, StepCosts, by, expected_trips, pallas_work, step_costs
 from scripts.gpu_models import (
     MODELS,

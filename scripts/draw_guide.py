@@ -23,7 +23,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch, Polygon, Rectangle
 
-from jaxthd.figures.colors import FAINT, HUES, INK, PADDING, light, tint
+from jaxthd.figures.axes import FAINT, HUES, INK, PADDING, light, tint
 from scripts.guide_numbers import (
     AUDIO,
     CAPACITY,

@@ -6,7 +6,7 @@ Makes damaged inputs, each a function of (seed, number of the input): lines of u
 preferences, and cuts of Lhotse Shar, damaged as bytes and as values; lines that name a recording in any
 field; recordings, as files and as samples; tar files, as bytes and as headers. Reads them through the code of
 a training run: a data set, documents made in worker processes, packing, skipped items in a skip log. Reads
-recordings of every format that libsndfile writes, whole and damaged, whole and in ranges. The generator keeps
+recordings of every format that is read, whole and damaged, whole and in ranges. The generator keeps
 what it wrote and damaged. Prints a table; exits 1 and lists the violations where
 
 - anything is raised but UserError for a data set without a usable line, or for a file that is empty, cut or

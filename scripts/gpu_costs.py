@@ -27,6 +27,7 @@ from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.segments import Segments, make_segments
 from scripts.gpu_program import Computation, Frame, Instruction, Operand, Program, Shape
 
@@ -310,7 +311,7 @@ def pallas_work(config: Config, batch: Batch) -> Works:
         made: Segments = make_segments(ids, positions, block=block, axis=None)
         return made
 
-    local = segments(batch.segment_ids, batch.positions).local
+    local = segments(batch.segment_ids, batch.positions).keys.local
     found = _attention("attention", local.lo, local.hi, llm.q_heads // mesh.tensor, llm.head_dim)
     found = {name: work.shared(mesh.context**2) for name, work in found.items()}
     if encoder is not None:
@@ -604,19 +605,22 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
     """Trips of an entry of the loops that the data bounds, by part of the model. Experts: of an even load."""
     compute, llm, block = config.compute, config.model.llm, config.compute.blocks.attention
 
-    def of_blocks(ids: Any, positions: Any, field: str) -> float:
-        segments = make_segments(ids, positions, block=block, axis=None)
-        return float(np.diff(np.asarray(getattr(segments, field).blocks)).mean())
+    def segments(ids: Any, positions: Any) -> Segments:
+        made: Segments = make_segments(ids, positions, block=block, axis=None)
+        return made
+
+    def of_blocks(intervals: KeyIntervals) -> float:
+        return float(np.diff(np.asarray(intervals.blocks)).mean())
 
     supervised = float((np.asarray(batch.weights) > 0).sum())
     assigned = float((np.asarray(batch.segment_ids) > 0).sum()) * llm.experts_per_token
     found = {
-        "attention": of_blocks(batch.segment_ids, batch.positions, "local"),
+        "attention": of_blocks(segments(batch.segment_ids, batch.positions).keys.local),
         "head": -(-supervised // (config.mesh.context * compute.blocks.loss)),
         "experts": assigned / compute.blocks.experts + llm.experts / 2,
     }
     if compute.blocks.expert_rounds:
         found["experts"] = 1.0
     if config.model.encoder is not None:
-        found["encoder attention"] = of_blocks(batch.chunk_ids, batch.chunk_positions, "whole")
+        found["encoder attention"] = of_blocks(segments(batch.chunk_ids, batch.chunk_positions).whole)
     return found

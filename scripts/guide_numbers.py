@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.balance import attention_work
@@ -138,7 +139,7 @@ def layout_numbers() -> Numbers:
 def _ring_steps(ids: Any, positions: Any) -> Any:
     """Key intervals on one rank, as int [1, ring steps, (lo, hi), queries]; runs inside shard_map."""
     segments = make_segments(ids, positions, block=8, axis=CONTEXT)
-    return jnp.stack([jnp.stack([x.lo, x.hi]) for x in segments.keys_by_step])[None]
+    return jnp.stack([jnp.stack([x.lo, x.hi]) for x in segments.keys.by_step])[None]
 
 
 def ring_numbers() -> Numbers:
@@ -164,7 +165,7 @@ def scan(x_RT: np.ndarray, positions_RT: np.ndarray, at: np.ndarray) -> np.ndarr
         segments = make_segments(jnp.ones_like(positions_RT), positions_RT, block=8, axis=None)
         x, a = x_RT.reshape(-1, 1, 1), jnp.array([-DECAY], jnp.float32)
         ones = jnp.ones_like(x)
-        return ssd_and_states(x, ones[..., 0], a, ones, ones, segments, at, chunk=CHUNK)[1]
+        return ssd_and_states(ScanInputs(x, ones[..., 0], a, ones, ones), segments, at, chunk=CHUNK)[1]
 
     arrays = x_RT.astype(np.float32), positions_RT.astype(np.int32), at.astype(np.int32)
     return np.asarray(jax.jit(run)(*arrays)).reshape(-1)
@@ -221,7 +222,7 @@ def pipeline_numbers() -> Numbers:
             "bubble": round(schedule.bubble, 4),
             **{
                 name: [work.microbatch.T.tolist(), work.chunk.T.tolist()]
-                for name, work in (("forward", schedule.forward), ("backward", schedule.backward))
+                for name, work in (("forward", schedule.table.forward), ("backward", schedule.table.backward))
             },
         }
     return found

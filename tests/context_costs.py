@@ -131,7 +131,7 @@ def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 
     def ranges(ids: Any, positions: Any) -> jax.Array:
         segments = make_segments(ids, positions, block=block, axis=CONTEXT)
-        steps = segments.keys_by_step
+        steps = segments.keys.by_step
         return jnp.stack([(x.blocks[:, 1] - x.blocks[:, 0]).sum() for x in steps])[None]
 
     mesh = make_mesh(MeshConfig(context=context))

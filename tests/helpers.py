@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -9,6 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
+from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.config import Config
+from jaxthd.files.run_folder import write_config
 from jaxthd.models.mixers import MoE
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
@@ -16,8 +20,9 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
+from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import TrainState, abstract_state, state_shardings
+from jaxthd.steps.state import TrainState, abstract_state, canonical_form, state_shardings
 from tests.errors import relative_errors
 from tests.weights import random_state
 
@@ -76,6 +81,15 @@ def filled_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
     params, buffers = jax.tree_util.tree_map_with_path(value, weights, (zeros.params, zeros.buffers))
     filled = to_stages(zeros._replace(params=params, buffers=buffers), blueprint.stages)
     return jax.device_put(filled, state_shardings(blueprint, mesh))
+
+
+def save_run(config: Config, workdir: Path, step: int = 0) -> None:
+    """Makes a run's workdir whose one checkpoint holds random weights (filled_state)."""
+    blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    workdir.mkdir(parents=True)
+    write_config(workdir, config)
+    with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
+        checkpoints.save(step, canonical_form(filled_state(blueprint, mesh), blueprint, mesh), position={})
 
 
 def context_mesh(context: int) -> Mesh:

@@ -19,7 +19,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.parallel.mesh import bytes_of, on_device
-from jaxthd.parallel.params import weight_decay_mask
+from jaxthd.parallel.params import metadata
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.planning.compiled_step import lowered_step
 from jaxthd.planning.program import UNOPTIMIZED
@@ -99,7 +99,7 @@ def matrix_bytes(config: Config) -> int:
     model = Blueprint(config).model
     state = nnx.state(model, nnx.Param)
     parts = on_device(nnx.to_pure_dict(state), specs_of(model)[0], config.mesh)
-    are_matrices = jax.tree.leaves(weight_decay_mask(state))
+    are_matrices = jax.tree.leaves(metadata(state, "decayed"))
     return sum(
         bytes_of(x) for x, is_matrix in zip(jax.tree.leaves(parts), are_matrices, strict=True) if is_matrix
     )

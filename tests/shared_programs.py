@@ -17,11 +17,20 @@ PLACES = (
     "jaxthd.rl.answers.AccumulatedStep",
     "jaxthd.rl.answers.UpdateMaker",
     "jaxthd.inference.evaluator.make_validation_step",
-    "jaxthd.rl.rollouts.make_rollout_steps",
+    "jaxthd.inference.drawing.make_drawing_steps",
     "jaxthd.training.cached_reference.make_log_probs",
 )
 """What makes the programs of a run, by (blueprint, mesh, options)."""
 BLUEPRINTS = ("jaxthd.training.loop.Blueprint",)
+
+
+CLOCK = ("time", "tokens_per_second", "_seconds", "compilations", "goodput")
+"""Endings of names of metrics that depend on the process and its clock."""
+
+
+def without_clock(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics.jsonl without these metrics."""
+    return [{name: x for name, x in line.items() if not name.endswith(CLOCK)} for line in lines]
 
 
 @contextmanager

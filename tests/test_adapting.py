@@ -19,7 +19,6 @@ from flax import nnx
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import AdaptConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.config_file import load_config
@@ -31,6 +30,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
+from tests.data.sets import read_manifest
 
 SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<so_embedding>")
 TEMPLATE = (
@@ -193,7 +193,7 @@ def test_a_published_checkpoint_is_adapted_and_handed_on(tmp_path: Path):
     before, after = named_weights(original), named_weights(adapted)
     frozen = [n for n in before if n.startswith(("encoder.", "decoder.", "embedding", "head"))]
     assert all(np.array_equal(before[n], after[n]) for n in frozen if "correction_bias" not in n)
-    examples, _ = read_manifest(config.data.manifest[0], "data.manifest", prompt=config.data.prompt)
+    examples, _ = read_manifest(config.data.manifest[0], prompt=config.data.prompt)
     make = SpeechDocuments(config, load_tokenizer(config.data.tokenizer), train=False)
     document = make(next(iter(examples)), 0)
     assert isinstance(document, Document)

@@ -33,7 +33,6 @@ from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.objectives.objective import REFERENCE
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_reference_scores
@@ -41,11 +40,9 @@ from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
 from jaxthd.training.cached_reference import CachedReference
 from tests.parallel.test_distributed import two, until
-from tests.shared_programs import shared_programs
+from tests.shared_programs import shared_programs, without_clock
 
 STEPS = 4
-CLOCK = {"time", "step_seconds", "tokens_per_second", "device_tokens_per_second", "compilations"}
-CLOCK |= {metric.name for metric in TIME_METRICS}
 CONFIG = Config(
     data=DataConfig(
         validation_manifest="",
@@ -123,7 +120,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
 def trained(config: Config, workdir: Path) -> list[dict[str, Any]]:
     with jax.enable_x64(True):
         train(config, workdir)
-    return [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(workdir)]
+    return without_clock(read_metrics(workdir))
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +135,7 @@ def test_a_run_learns_what_it_learns_from_a_reference_that_it_holds(
 ):
     held = replace(config, posttraining=PostTrainingConfig(reference="copy"))
     expected = trained(held, tmp_path)
-    found = [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
+    found = without_clock(read_metrics(whole))
     assert [line["step"] for line in found] == list(range(STEPS + 1))
     before, after = (found[n]["validation_preference_loss"] for n in (0, -1))
     assert before == pytest.approx(np.log(2), abs=1e-10)
@@ -158,7 +155,7 @@ def test_a_run_that_was_killed_continues_from_the_files(config: Config, whole: P
     file = tmp_path / "reference.jsonl"
     before = file.read_text()
     lines = trained(config, tmp_path)
-    assert lines == [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
+    assert lines == without_clock(read_metrics(whole))
     assert before == file.read_text()
     shutil.rmtree(tmp_path / "checkpoints" / str(STEPS))
     file.unlink()
@@ -182,7 +179,7 @@ def test_a_run_of_an_earlier_jaxthd_keeps_its_numbers(config: Config, whole: Pat
     np.savez(folder / "0.npz", digests=digests, lengths=[*map(len, scores)], log_probs=np.concatenate(scores))
     (folder / "damaged.npz").write_bytes((folder / "0.npz").read_bytes()[:-50])
     (folder / f"{next(x['data'] for x in lines if 'data' in x)}.done").touch()
-    expected = [{k: v for k, v in line.items() if k not in CLOCK} for line in read_metrics(whole)]
+    expected = without_clock(read_metrics(whole))
     assert trained(config, tmp_path) == expected
     assert sorted(map(str, read_lines(file))) == sorted(map(str, [first, *lines]))
 
@@ -282,6 +279,6 @@ def test_two_processes_score_a_share_each_and_learn_what_one_does(tmp_path: Path
     assert len(scores[0]) == 10
     for digest, found in scores[1].items():
         np.testing.assert_allclose(found, scores[0][digest], atol=1e-5)
-    lines = [[{k: v for k, v in x.items() if k not in CLOCK} for x in read_metrics(w)] for w in workdirs]
+    lines = [without_clock(read_metrics(workdir)) for workdir in workdirs]
     for got, wanted in zip(lines[1], lines[0], strict=True):
         assert {k: pytest.approx(v, rel=1e-4, abs=1e-5) for k, v in wanted.items()} == got

@@ -29,18 +29,7 @@ from jaxthd.hf.registry import FAMILIES, FORMATS
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import canonical_form, init_state
-from tests.hf.published import BASE, COMPUTE, REFERENCES, write_published
-
-
-def tensors(folder: Path) -> dict[str, np.ndarray]:
-    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
-
-
-def assert_identical(found: dict[str, np.ndarray], want: dict[str, np.ndarray]) -> None:
-    assert found.keys() == want.keys()
-    for name in want:
-        assert found[name].dtype == want[name].dtype
-        np.testing.assert_array_equal(found[name], want[name], err_msg=name)
+from tests.hf.published import BASE, COMPUTE, REFERENCES, assert_identical, tensors, write_published
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ from jaxthd.config import BlockSizes, Config
 from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.evaluate import main
+from jaxthd.files.jsonl import read_lines
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run import startup
 from jaxthd.run.evaluations import evaluated_settings, evaluation_folder, require_free
@@ -26,10 +27,6 @@ def evaluate(run: tuple[Path, Path], out: Path, *options: Any) -> dict[str, Any]
     file, workdir = run
     main(list(map(str, ["--config", file, "--weights", workdir, "--out", out, *options])))
     return json.loads((out / "summary.json").read_text())
-
-
-def lines(file: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +61,11 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         "inventory.json",
         "skipped.jsonl",
     }
-    assert len(lines(tmp_path / "sets" / "skipped.jsonl")) == summary["skipped_documents"] == 2
+    assert len(read_lines(tmp_path / "sets" / "skipped.jsonl")) == summary["skipped_documents"] == 2
     assert "2 skipped documents are listed" in shown
     spoken, tokens = {}, {}
     for name, numbers in (("first", range(1, 8)), ("other", range(1, 14))):
-        hypotheses, figures = lines(tmp_path / "sets" / f"{name}.jsonl"), summary["sets"][name]
+        hypotheses, figures = read_lines(tmp_path / "sets" / f"{name}.jsonl"), summary["sets"][name]
         assert [line["key"] for line in hypotheses] == [
             f"{n}:{n - 1 + 7 * (name == 'other')}.wav" for n in numbers
         ]
@@ -101,7 +98,7 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         mean = sum(summary["sets"][s][name] * tokens[s] for s in tokens) / sum(tokens.values())
         assert whole[name] == pytest.approx(mean, rel=1e-5)
     hypotheses = {
-        line["reference"]: line["audio_seconds"] for line in lines(tmp_path / "whole" / "manifest.jsonl")
+        line["reference"]: line["audio_seconds"] for line in read_lines(tmp_path / "whole" / "manifest.jsonl")
     }
     assert hypotheses == spoken["first"] | spoken["other"]
     normalise = make_normaliser("basic")
@@ -143,7 +140,7 @@ def test_training_manifests_are_not_read(
     assert of_set["documents"] == 20
     assert of_set["loss"] > 0
     assert not (out / "error_gallery.png").exists()
-    assert lines(out / "manifest.jsonl") == []
+    assert read_lines(out / "manifest.jsonl") == []
 
 
 def test_results_depend_on_what_documents_are_made_of_and_not_on_the_mesh(tmp_path: Path):

@@ -29,10 +29,8 @@ from jaxthd.grpo import grpo
 from jaxthd.rl.updates import Agreement, require_agreement
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
-from tests.shared_programs import shared_programs
+from tests.shared_programs import shared_programs, without_clock
 
-CLOCK = ("time", "tokens_per_second", "rollout_tokens_per_second", "compilations")
-CLOCK += ("device_tokens_per_second", "goodput")
 STEPS, EVERY = 4, 2
 
 
@@ -110,13 +108,6 @@ def whole(config: Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
     workdir = tmp_path_factory.mktemp("whole")
     grpo(config, workdir)
     return workdir
-
-
-def without_clock(lines: list[dict[str, object]]) -> list[dict[str, object]]:
-    return [
-        {name: value for name, value in line.items() if name not in CLOCK and not name.endswith("_seconds")}
-        for line in lines
-    ]
 
 
 def test_a_step_says_what_it_drew_and_how_drawing_and_training_agree(whole: Path, config: Config):

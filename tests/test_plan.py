@@ -24,7 +24,6 @@ from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.example import Example
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
@@ -38,6 +37,7 @@ from jaxthd.planning.simulate import simulate
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.tables import size_text
 from jaxthd.validate import DeviceFacts, findings
+from tests.data.sets import read_manifest
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(

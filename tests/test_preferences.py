@@ -10,18 +10,15 @@ import pytest
 import soundfile
 
 from jaxthd import preferences
-from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.data.example import Example
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
+from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import write_config
-from jaxthd.inference import loading
-from jaxthd.inference.generator import Answer, Generator
-from jaxthd.parallel.mesh import make_mesh
-from jaxthd.steps.blueprint import Blueprint
-from tests.helpers import filled_state
+from jaxthd.inference.generator import Answer, Generator, load
+from tests.data.sets import read_manifest
+from tests.helpers import save_run
 from tests.test_generate import CONFIG
 
 SAID = {
@@ -87,11 +84,7 @@ def run(folder: Path, monkeypatch: pytest.MonkeyPatch, parrot: Parrot, *options:
     monkeypatch.setattr(preferences, "checkpoint_of", lambda weights: (folder / "run", 3))
     manifest = ["--manifest", "speech/m.jsonl", "--out", "pairs.jsonl", "--samples", "7", "--batch", "4"]
     preferences.main(["run", *manifest, *options])
-    return lines_of(folder / "pairs.jsonl")
-
-
-def lines_of(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return read_lines(folder / "pairs.jsonl")
 
 
 def test_the_best_and_the_worst_hypothesis_become_a_pair(
@@ -107,12 +100,12 @@ def test_the_best_and_the_worst_hypothesis_become_a_pair(
     assert [h["text"] for h in hypotheses] == SAID["a"]
     assert [h["wer"] for h in hypotheses] == [0.0, 0.0, 0.5, 1.0, 1.5, 1.5, 1.0]
     assert [h["ended"] for h in hypotheses] == [True] * 5 + [False, True]
-    without = lines_of(folder / "pairs.without_spread.jsonl")
+    without = read_lines(folder / "pairs.without_spread.jsonl")
     assert [(line["item"], line["reference"]) for line in without] == [
         ("2:b", "Yes."),
         ("5:d.wav", "yes sir"),
     ]
-    skipped = {line["key"]: line["reason"] for line in lines_of(folder / "pairs.skipped.jsonl")}
+    skipped = {line["key"]: line["reason"] for line in read_lines(folder / "pairs.skipped.jsonl")}
     assert skipped.keys() == {"3:", "4:c.wav", "6:e.wav", "7:a.wav"}
     assert "no words" in skipped["4:c.wav"]
     assert "preference line" in skipped["7:a.wav"]
@@ -149,7 +142,7 @@ def test_a_conversation_becomes_a_prompt(folder: Path, monkeypatch: pytest.Monke
 def test_a_killed_call_is_continued_and_nothing_is_overwritten(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(SAID, "d", ["yes", "no", "yes sir"])
     whole = run(folder, monkeypatch, Parrot())
-    others = lines_of(folder / "pairs.without_spread.jsonl")
+    others = read_lines(folder / "pairs.without_spread.jsonl")
     for path in folder.glob("pairs.*"):
         path.unlink()
     first = Parrot(dies_at="d")
@@ -159,7 +152,7 @@ def test_a_killed_call_is_continued_and_nothing_is_overwritten(folder: Path, mon
         file.write('{"item": "5:d.w')  # as a kill leaves it
     second = Parrot()
     assert run(folder, monkeypatch, second) == whole
-    assert lines_of(folder / "pairs.without_spread.jsonl") == others
+    assert read_lines(folder / "pairs.without_spread.jsonl") == others
     assert sorted([*first.asked, *second.asked]) == sorted(set(first.asked) | set(second.asked))
     assert {key.partition("/")[0] for key in second.asked} == {"5:d.wav"}
     assert run(folder, monkeypatch, third := Parrot()) == whole
@@ -202,10 +195,7 @@ def test_a_models_hypotheses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """End to end, with a model that says anything: the same lines again."""
     (tmp_path / "tiny.py").write_text(CONFIG)
     config = load_config(tmp_path / "tiny.py")
-    (tmp_path / "run").mkdir()
-    write_config(tmp_path / "run", config)
-    with Checkpoints(tmp_path / "run" / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(3, filled_state(Blueprint(config), make_mesh(config.mesh)), {})
+    save_run(config, tmp_path / "run", step=3)
     rng = np.random.default_rng(0)
     for name in "ab":
         soundfile.write(tmp_path / f"{name}.wav", rng.normal(0, 0.1, 8000), 16000)
@@ -215,16 +205,19 @@ def test_a_models_hypotheses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(preferences, "simulate_devices", lambda devices: True)
     loaded: list[Generator] = []
 
-    def load(*arguments: Any, **options: Any) -> Generator:
-        loaded[:] = loaded or [loading.load(*arguments, **options)]
+    def once(*arguments: Any, **options: Any) -> Generator:
+        loaded[:] = loaded or [load(*arguments, **options)]
         return loaded[0]
 
-    monkeypatch.setattr(preferences, "load", load)
+    monkeypatch.setattr(preferences, "load", once)
     found = []
     for out, seed in (("x.jsonl", "0"), ("y.jsonl", "0"), ("z.jsonl", "1")):
         options = ["--samples", "3", "--max-new-tokens", "5", "--batch", "2", "--seed", seed]
         preferences.main(["run", "--manifest", "m.jsonl", "--out", out, *options])
-        every = [*lines_of(tmp_path / out), *lines_of((tmp_path / out).with_suffix(".without_spread.jsonl"))]
+        every = [
+            *read_lines(tmp_path / out),
+            *read_lines((tmp_path / out).with_suffix(".without_spread.jsonl")),
+        ]
         found.append(sorted(every, key=lambda line: str(line["item"])))
     assert found[0] == found[1] != found[2]
     assert [line["item"] for line in found[0]] == ["1:a.wav", "2:a.wav", "3:b.wav"]

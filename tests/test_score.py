@@ -12,11 +12,9 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.files.run_folder import write_config
 from jaxthd.inference.scorer import DocumentScores, in_order
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -25,10 +23,9 @@ from jaxthd.run import startup
 from jaxthd.score import main, score
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
-from jaxthd.steps.state import canonical_form
 from tests import test_train
 from tests.answers import alone, document_with_answers
-from tests.helpers import filled_state
+from tests.helpers import save_run
 from tests.speech_model import AUDIO, CAPACITY, MELS, MODEL, Spec, document, run_config, state
 from tests.test_train import tiny
 
@@ -213,17 +210,6 @@ def run(manifest: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path,
         f"def config():\n    return tiny(Path({str(manifest)!r}))\n"
     )
     return folder / "tiny.py", folder / "run"
-
-
-def save_run(config: Config, workdir: Path) -> None:
-    """Makes a run's workdir whose newest checkpoint holds the random initial weights."""
-    mesh = make_mesh(config.mesh)
-    workdir.mkdir()
-    write_config(workdir, config)
-    with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(
-            0, canonical_form(filled_state(Blueprint(config), mesh), Blueprint(config), mesh), position={}
-        )
 
 
 def test_the_command_writes_a_line_a_document_in_the_manifests_order(

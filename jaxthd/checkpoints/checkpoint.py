@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from itertools import chain, takewhile
 from pathlib import Path
 from types import TracebackType
@@ -20,7 +20,6 @@ from jax.sharding import Sharding
 from orbax.checkpoint import checkpoint_managers as managers
 
 from jaxthd.checkpoints.checksum import named_arrays
-from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.checkpoints.stored import (
     About,
     best_of,
@@ -28,6 +27,7 @@ from jaxthd.checkpoints.stored import (
     handlers,
     kind,
     measured_otherwise,
+    quiet_orbax,
     read_about,
     reason,
     restore_arrays,
@@ -38,9 +38,14 @@ from jaxthd.steps.state import TrainState
 
 _REMOVED = "removed"
 """Subfolder into which orbax moves what it deletes: a deletion cut short leaves no half checkpoint."""
+_OPTIONAL = {
+    "reference": ("copy of a reference policy", "train.objective_options and posttraining"),
+    "ema": ("moving average of its parameters", "train.ema_decay"),
+}
+"""Fields of a state that some runs do not have: what each is, and the settings that decide about it."""
 
 
-class Checkpoints:
+class Checkpoints(AbstractContextManager["Checkpoints"]):
     """The checkpoints in `folder`, by step. The newest `keep` of them stay, and the best by `best_by`, one of
     BEST_BY in stored.py. measured_by: see About.
 
@@ -80,9 +85,6 @@ class Checkpoints:
             self._damaged[step] = why
             self._about.pop(step, None)
 
-    def __enter__(self) -> "Checkpoints":
-        return self
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
@@ -102,15 +104,6 @@ class Checkpoints:
                 print(f"warning: {failure}", file=sys.stderr)
         finally:
             self._delete_removed()
-
-    @property
-    def best_step(self) -> int | None:
-        """The step with the best validation (BEST_BY in stored.py); None where none was validated.
-
-        A checkpoint counts with the metrics of its own step. Metrics that are not finite do not count, and
-        those that were measured otherwise than the newest are not compared.
-        """
-        return self._best(self._manager.all_steps())
 
     @property
     def new_measure(self) -> str:
@@ -228,19 +221,14 @@ class Checkpoints:
                 "--train.init-from, and choose another --workdir"
             )
         name = differing[0]
-        if all(each.startswith("reference") for each in differing):
-            raise UserError(
-                f"the run in {self._folder.parent} {'has a' if name in saved else 'has no'} copy of a "
-                "reference policy, and with these settings it would be the other way round; expected the "
-                "settings of train.objective_options and posttraining that it began with: restore them, "
-                "or start a new run (--train.init-from)"
-            )
-        if all(each.startswith("ema") for each in differing):
-            raise UserError(
-                f"the run in {self._folder.parent} keeps {'an' if name in saved else 'no'} average of its "
-                "parameters, and with these settings it would be the other way round; expected "
-                "train.ema_decay as the run began with: restore it, or start a new run (--train.init-from)"
-            )
+        for field, (what, settings) in _OPTIONAL.items():
+            if all(each.startswith(field) for each in differing):
+                found = f"{'a' if name in saved else 'no'} {what}"
+                raise UserError(
+                    f"the run in {self._folder.parent} keeps {found}, and with these settings it would be "
+                    f"the other way round; expected {settings} as the run began with: restore it, or start a "
+                    "new run (--train.init-from)"
+                )
         if _is_of_another_optimizer(saved, wanted, differing):
             raise UserError(
                 f"the run in {self._folder.parent} has the moments of another optimizer, or of other options "

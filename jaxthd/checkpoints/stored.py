@@ -6,11 +6,14 @@ flipped bits without an error, so nothing is used before it is compared with the
 """
 
 import hashlib
+import inspect
 import json
+import logging
 import math
 import re
-from collections.abc import Mapping
-from contextlib import suppress
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +22,6 @@ import orbax.checkpoint as ocp
 from etils import epath
 
 from jaxthd.checkpoints.checksum import checksums, named_arrays
-from jaxthd.checkpoints.quiet_errors import quiet_orbax
 from jaxthd.config.removed import renewed_paths
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import EMA
@@ -261,3 +263,32 @@ def reason(error: Exception) -> str:
     if len(line) > 2 * _KEPT:
         line = f"{line[:_KEPT]} ... {line[-_KEPT:]}"
     return f"{type(error).__name__}: {line}"
+
+
+@contextmanager
+def quiet_orbax() -> Iterator[None]:
+    """Silences what orbax and asyncio log about errors that orbax also raises.
+
+    tensorstore's threads call the event loop of a failed save after it was closed, and coroutines that nobody
+    awaits any more complain when they are collected. Neither can be caught: Python hands such errors to
+    sys.unraisablehook alone, so that is replaced here; all others are passed on. Nothing else in jaxthd uses
+    asyncio.
+    """
+    loggers, report = [logging.getLogger(name) for name in ("absl", "asyncio")], sys.unraisablehook
+
+    def is_wanted(record: logging.LogRecord) -> bool:
+        return record.levelno < logging.ERROR or not {"orbax", "asyncio"} & set(Path(record.pathname).parts)
+
+    def report_others(found: Any) -> None:
+        if not inspect.iscoroutine(found.object) and str(found.exc_value) != "Event loop is closed":
+            report(found)
+
+    for logger in loggers:
+        logger.addFilter(is_wanted)
+    sys.unraisablehook = report_others
+    try:
+        yield
+    finally:
+        sys.unraisablehook = report
+        for logger in loggers:
+            logger.removeFilter(is_wanted)

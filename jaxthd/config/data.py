@@ -176,7 +176,7 @@ class DataConfig:
             options = None
         if not isinstance(options, dict):
             raise UserError(
-                f"data.template_options {self.template_options!r} is no JSON object; expected one such as "
+                f"data.template_options is {self.template_options!r}; expected a JSON object such as "
                 '{"enable_thinking": false}: correct data.template_options'
             )
         return options

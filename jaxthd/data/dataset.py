@@ -14,7 +14,7 @@ from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
 from jaxthd.data.inventory import Inventory, SetCount, SkipLimit
-from jaxthd.data.loader import BatchAndReport, BatchIterator, BatchReport, Loader, RowReport, make_loader
+from jaxthd.data.loader import Loader, make_loader
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.position import DataSets
 from jaxthd.data.prompts import Prompt, PromptStream, page_limits
@@ -33,50 +33,6 @@ from jaxthd.objectives import Objective, make_objective
 from jaxthd.objectives.answers import compares_answers, draws_answers, needs_mismatched
 from jaxthd.packing.document import Document
 from jaxthd.parallel.processes import exchange, is_first, require_same, wait_for_all
-
-
-class SynchronizedLoader(BatchIterator):
-    """A Loader of this process's rows, synchronised with the other processes: next() waits for all of them.
-
-    The report covers all rows, but `keys` only those of this process. Iteration ends when the loaders of all
-    processes have ended; until then a process without rows left yields empty ones. With one process it yields
-    what the Loader yields. get_state covers this process's rows; see whole_position.
-    """
-
-    def __init__(self, loader: Loader, skipped: SkipLog) -> None:
-        super().__init__(loader)
-        self._loader, self._empty, self._skipped = loader, loader.empty, skipped
-
-    def __next__(self) -> BatchAndReport:
-        found = next(self._loader, None)
-        batch, report = found or self._empty
-        answers = exchange([found is not None, report.rows, self._skipped.news(), self._skipped.reads()])
-        for _, _, news, reads in answers:
-            for item in news:
-                self._skipped.add(*item)
-            self._skipped.merge_reads(reads)
-        if not any(goes_on for goes_on, _, _, _ in answers):
-            raise StopIteration
-        # A row that several processes read counts once.
-        rows = {RowReport(*row) for _, rows, _, _ in answers for row in rows}
-        return batch, report._replace(rows=tuple(sorted(rows)))
-
-    def keys(self, report: BatchReport) -> list[list[str]]:
-        """The documents' keys of all rows; `report` has only this process's. All processes call it."""
-        _, empty = self._empty
-        own = [(row.row, keys) for row, keys in zip(empty.rows, report.keys, strict=True)]
-        return [keys for _, keys in sorted(dict(map(tuple, chain(*exchange(own)))).items())]
-
-
-def whole_position(position: dict[str, Any]) -> dict[str, Any]:
-    """Merges the processes' states, each of its own rows, into the state of all rows. All processes call it.
-
-    The result depends neither on the number of processes nor on the mesh, so it can be restored under others.
-    """
-    streams = zip(*exchange(position["streams"]), strict=True)
-    latest = [max(epochs) for epochs in zip(*exchange(position["latest"]), strict=True)]
-    merged = [next(s for s in states if s is not None) for states in streams]
-    return position | {"streams": merged, "latest": latest}
 
 
 class SpeechData:
@@ -224,7 +180,7 @@ class SpeechData:
         """The document that a validation set's loader packs for this item."""
         return self._validation_documents(example, 0)
 
-    def training(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
+    def training(self, rows: Collection[int] | None = None) -> Loader:
         """An endless loader of the training documents: dithered and masked (not those of a policy),
         reshuffled every epoch.
 
@@ -247,7 +203,7 @@ class SpeechData:
             weights=mixing_weights(self._config.data, list(map(len, self._training))),
         )
 
-    def training_once(self, rows: Collection[int] | None = None) -> SynchronizedLoader:
+    def training_once(self, rows: Collection[int] | None = None) -> Loader:
         """One pass over the training documents of a policy, in their order, as `training` packs them."""
         return self._loader(
             self._training,
@@ -292,7 +248,7 @@ class SpeechData:
         everywhere = set.intersection(*map(set, exchange([prompt.example.key for prompt in found])))
         return [prompt for prompt in found if prompt.example.key in everywhere]
 
-    def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> SynchronizedLoader:
+    def validation(self, rows: Collection[int] | None = None, name: str | None = None) -> Loader:
         """One pass over a validation set (None: the first), in its order. rows: see make_loader."""
         name = name or next(iter(self._validation))
         examples = self._validation[name]
@@ -300,7 +256,7 @@ class SpeechData:
 
     def validation_preferences(
         self, rows: Collection[int] | None = None, name: str | None = None
-    ) -> SynchronizedLoader | None:
+    ) -> Loader | None:
         """As `validation`, for the answers of a set that the objective compares; None where it has none."""
         name = name or next(iter(self._validation))
         examples, mismatched = self._held_out_preferences.get(name), needs_mismatched(self._objective)
@@ -311,7 +267,7 @@ class SpeechData:
 
     def _one_pass(
         self, examples: Sequence[Example], name: str, rows: Collection[int] | None, **more: Any
-    ) -> SynchronizedLoader:
+    ) -> Loader:
         source, documents = self._validation_sources[name], self._validation_documents
         return self._loader([examples], documents, [source], rows, repeat=False, shuffle=False, **more)
 
@@ -324,13 +280,12 @@ class SpeechData:
         *,
         counts_reads: bool = True,
         **more: Any,
-    ) -> SynchronizedLoader:
+    ) -> Loader:
         """A loader of these sources' examples. counts_reads: whether the items that it reads are counted."""
         listed = self._on_skip(sources)
         more |= {"on_skip": listed, "workers": self._workers, "prefetch": self._prefetch}
         more |= {"on_read": listed.read} if counts_reads else {}
-        loader = make_loader(examples, documents, self._config, rows=rows, **more)
-        return SynchronizedLoader(loader, self.skipped)
+        return make_loader(examples, documents, self._config, rows=rows, skipped=self.skipped, **more)
 
     def close(self) -> None:
         """Ends the worker processes and the count. Close the loaders before."""

@@ -9,17 +9,16 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.audio.recordings import recording_seconds
-from jaxthd.data.example import Cell, Clip, Example, Samples
+from jaxthd.data.audio.recordings import clip_seconds
+from jaxthd.data.example import Cell, Clip, Example
 from jaxthd.data.skipped import SkipLog, least_share, main_reasons, set_of_key
 from jaxthd.data.sources.recordings import is_start
 from jaxthd.data.sources.source import Source
@@ -31,7 +30,7 @@ SECONDS = 60.0
 THREADS = 16
 """Headers that are read at the same time: disks and networks make each of them wait."""
 BATCH = 64 * THREADS
-"""Recordings between two looks at the clock: 0.1 s of headers on a local disk."""
+"""Items between two looks at the clock: 0.1 s of headers on a local disk."""
 
 
 @dataclass
@@ -64,9 +63,10 @@ class SetCount:
     def __post_init__(self) -> None:
         clips = [example.clips for example in self.examples]
         self.recordings = sum(map(len, clips))
-        self.without_recording = sum(not each for each in clips)
+        self.without_recording = clips.count([])
         self.containers = self.source.containers()
-        self._todo = self._clips()
+        self._next = 0
+        """The number of the first item that is not counted."""
 
     @property
     def items(self) -> int:
@@ -77,11 +77,16 @@ class SetCount:
         return self.looked_at == self.recordings
 
     def count_some(self, threads: ThreadPoolExecutor) -> None:
-        """Counts the next BATCH recordings."""
-        batch = list(islice(self._todo, BATCH))
+        """Counts the recordings of the next BATCH items."""
+        items = self.examples[self._next : self._next + BATCH]
+        self._next += len(items)
+        batch = [(example, clip) for example in items for clip in example.clips]
+        clips = [clip for _, clip in batch]
+        unknown = self.stored_seconds is None
+        opened = [self.opens_all or (unknown and clip.duration is None) for clip in clips]
         # Cells one after the other: the rows of a group are read together, and the last group is kept.
-        in_order = any(isinstance(clip, Clip) and isinstance(clip.member, Cell) for _, clip in batch)
-        results = (map if in_order else threads.map)(self._measured, [clip for _, clip in batch])
+        in_order = any([isinstance(clip, Clip) and isinstance(clip.member, Cell) for clip in clips])
+        results = (map if in_order else threads.map)(clip_seconds, clips, opened)
         for (example, _), result in zip(batch, results, strict=True):
             if isinstance(result, str):
                 self.lost.setdefault(example.key, result)
@@ -124,26 +129,6 @@ class SetCount:
                 what = f"gives a time, in seconds, which data.columns offset={name} would read"
             lines.append(f"the field {name} of {number:,} items {what}")
         return "; ".join([*lines, *(self.containers.notes if self.containers else ())])
-
-    def _clips(self) -> Iterator[tuple[Example, Clip | Samples]]:
-        for example in self.examples:
-            for clip in example.clips:
-                yield example, clip
-
-    def _measured(self, clip: Clip | Samples) -> float | str:
-        """Returns the seconds of a recording, or why it cannot be read."""
-        if isinstance(clip, Samples):
-            return clip.duration
-        is_known = clip.duration is not None or self.stored_seconds is not None
-        try:
-            if not is_known or self.opens_all:
-                there = recording_seconds(clip.path, clip.member) - clip.offset
-                return max(there, 0.0) if clip.duration is None else clip.duration
-            if clip.member is None and not clip.path.is_file():
-                return f"{clip.path}: no such file"
-        except (ValueError, OSError) as error:
-            return str(error)
-        return clip.duration or 0.0
 
 
 class Inventory:

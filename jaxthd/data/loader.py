@@ -7,22 +7,23 @@ saved under one mesh can be restored under another.
 import weakref
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from itertools import chain
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import grain
 
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.mixing import require_weights
-from jaxthd.data.order import epochs_of
 from jaxthd.data.packer import OnSkip, PackDocuments, log_skip, pack_documents
 from jaxthd.data.position import DataSets, Position
 from jaxthd.data.runs import RowDocuments
-from jaxthd.data.stream import Item, Load, OnRead, row_streams
+from jaxthd.data.skipped import SkipLog
+from jaxthd.data.stream import Load, OnRead, epochs_of, row_streams
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.pack import PackReport
+from jaxthd.parallel.processes import exchange
 
 
 class RowReport(NamedTuple):
@@ -103,55 +104,58 @@ class BatchReport(NamedTuple):
 
 
 BatchAndReport = tuple[Batch, BatchReport]
-Own = TypeVar("Own", bound="BatchIterator")
 
 
-class BatchIterator(Iterator[BatchAndReport]):
-    """Batches with their reports, from a position that can be saved and restored.
+class Loader(Iterator[BatchAndReport]):
+    """Iterator of (Batch with R = rows, BatchReport), with one stream for each row. make_loader makes it.
 
-    Every method delegates to `source`; subclasses override what differs. It is a context manager that closes
-    itself on exit.
+    It stops when every stream is exhausted; a stream that ends earlier yields empty rows. An error during
+    prefetch is raised by next(). It is a context manager that closes itself on exit.
+    skipped: synchronises it with the other processes: next() then waits for all of them, and ends when the
+    streams of all have ended. Reports cover all rows, but `keys` only those of this process. None: it knows
+    nothing of other processes.
     """
 
-    def __init__(self, source: Any) -> None:
-        self._source = source
+    def __init__(
+        self,
+        batches: "_Batches",
+        prefetch: int,
+        workers: Workers | None,
+        position: Position,
+        skipped: SkipLog | None,
+    ) -> None:
+        self._made, self._empty = _Prefetch(batches, prefetch), batches.empty
+        self._position, self._skipped = position, skipped
+        # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
+        self._end = weakref.finalize(self, _end, batches, self._made, workers)
 
     def __next__(self) -> BatchAndReport:
-        return next(self._source)
+        if self._skipped is None:
+            return next(self._made)
+        made = next(self._made, None)
+        batch, report = made or self._empty
+        answers = exchange([made is not None, report.rows, self._skipped.news(), self._skipped.reads()])
+        for _, _, news, reads in answers:
+            for item in news:
+                self._skipped.add(*item)
+            self._skipped.merge_reads(reads)
+        if not any(goes_on for goes_on, _, _, _ in answers):
+            raise StopIteration
+        # A row that several processes read counts once.
+        rows = {RowReport(*row) for _, rows, _, _ in answers for row in rows}
+        return batch, report._replace(rows=tuple(sorted(rows)))
 
-    def get_state(self) -> dict[str, Any]:
-        """Where the next batch starts; JSON-serialisable."""
-        return self._source.get_state()
+    def keys(self, report: BatchReport) -> list[list[str]]:
+        """The documents' keys of all rows; `report` has only this process's. All processes call it."""
+        _, empty = self._empty
+        own = [(row.row, keys) for row, keys in zip(empty.rows, report.keys, strict=True)]
+        return [keys for _, keys in sorted(dict(map(tuple, chain(*exchange(own)))).items())]
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._source.set_state(state)
-
-    def close(self) -> None:
-        self._source.close()
-
-    def __enter__(self: Own) -> Own:
+    def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Loader(BatchIterator):
-    """Iterator of (Batch with R = rows, BatchReport), with one stream for each row. make_loader makes it.
-
-    It stops when every stream is exhausted; a stream that ends earlier yields empty rows. An error during
-    prefetch is raised by next().
-    """
-
-    def __init__(
-        self, batches: "_Batches", prefetch: int, workers: Workers | None, position: Position
-    ) -> None:
-        super().__init__(_Prefetch(batches, prefetch))
-        self.empty = batches.empty
-        """A batch without a document, and its report."""
-        self._position = position
-        # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
-        self._end = weakref.finalize(self, _end, batches, self._source, workers)
 
     def close(self) -> None:
         """Stops this loader's prefetch thread and its worker processes."""
@@ -160,9 +164,9 @@ class Loader(BatchIterator):
     def get_state(self) -> dict[str, Any]:
         """Where the next batch starts, JSON-serialisable: what the streams depend on, and their states.
 
-        The state of a row that this process does not read is None; set_state ignores it.
+        The state of a row that this process does not read is None; see whole_position.
         """
-        return self._position.state() | super().get_state()
+        return self._position.state() | self._made.get_state()
 
     def set_state(self, state: dict[str, Any]) -> None:
         """Continues exactly where get_state was called, under any mesh, with any workers.
@@ -171,7 +175,18 @@ class Loader(BatchIterator):
         the state was saved for other data or other packing.
         """
         if self._position.restore(state):
-            super().set_state({"streams": state["streams"], "latest": self._position.latest})
+            self._made.set_state({"streams": state["streams"], "latest": self._position.latest})
+
+
+def whole_position(position: dict[str, Any]) -> dict[str, Any]:
+    """Merges the processes' states, each of its own rows, into the state of all rows. All processes call it.
+
+    The result depends neither on the number of processes nor on the mesh, so it can be restored under others.
+    """
+    streams = zip(*exchange(position["streams"]), strict=True)
+    latest = [max(epochs) for epochs in zip(*exchange(position["latest"]), strict=True)]
+    merged = [next(s for s in states if s is not None) for states in streams]
+    return position | {"streams": merged, "latest": latest}
 
 
 class _Batches(Iterator[BatchAndReport]):
@@ -195,7 +210,7 @@ class _Batches(Iterator[BatchAndReport]):
 
     def _packed(self, rows: Sequence[RowDocuments | None]) -> BatchAndReport:
         """The batch of these rows. None: a row without documents."""
-        packed = [self._pack.placed_row(row or RowDocuments([])) for row in rows]
+        packed = [self._pack.row(*(row or RowDocuments([]))) for row in rows]
         batch = concatenate_rows([row.batch for row in packed])
         shape = batch.tokens.shape[1], batch.mels.shape[1] if batch.has_audio else 0
         reports = (RowReport.of(n, row.report, *shape) for n, row in zip(self._own, packed, strict=True))
@@ -231,7 +246,7 @@ def _end(batches: _Batches, prefetch: _Prefetch, workers: Workers | None) -> Non
 
 
 def make_loader(
-    sources: Sequence[Sequence[Item]],
+    sources: Sequence[Sequence[Any]],
     load: Load,
     config: Config,
     *,
@@ -249,6 +264,7 @@ def make_loader(
     weights: Sequence[float] | None = None,
     workers: int | Workers = 0,
     prefetch: int = 0,
+    skipped: SkipLog | None = None,
 ) -> Loader:
     """The loader of a run: row i reads items i, i + rows, ... of each epoch's order, whatever the mesh is.
 
@@ -272,6 +288,7 @@ def make_loader(
     workers: number of processes that run `load` ahead of the stream, or Workers to share, which the caller
         closes. 0: this process runs it. prefetch: batches that a thread makes in advance. Neither changes
         the stream.
+    skipped: see Loader.
     Raises UserError for weights that cannot mix the sources, and for a source with fewer items than rows if
     repeat; while iterating, if two epochs of a repeated stream held no document that fits.
     """
@@ -286,8 +303,9 @@ def make_loader(
     if repeat:
         _require_items(min(map(len, sources)), data.rows)
     seed = data.seed if shuffle else None
+    items: Sequence[Any] = sources
     if mismatched:
-        sources = [WithMismatched(source, data.seed) for source in sources]  # type: ignore[arg-type, misc]
+        items = [WithMismatched(source, data.seed) for source in sources]
     pack = pack_documents(
         config, shuffle_seed=seed, depths=depths, extras=extras, answers=answers, on_skip=on_skip
     )
@@ -303,9 +321,9 @@ def make_loader(
     position = Position(stream_identity, epochs := epochs_of(sizes, seed), sets, "documents")
     shape: dict[str, Any] = {"rows": data.rows, "own": rows, "weights": weights, "repeat": repeat}
     shape |= {"epochs": epochs, "latest": position.latest}
-    streams = row_streams(sources, load, pack, **shape, pool=pool, on_read=on_read)
+    streams = row_streams(items, load, pack, **shape, pool=pool, on_read=on_read)
     batches = _Batches(streams, pack, position.latest)
-    return Loader(batches, prefetch, own_workers, position)
+    return Loader(batches, prefetch, own_workers, position, skipped)
 
 
 def _require_items(fewest: int, rows: int) -> None:

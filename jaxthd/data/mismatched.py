@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, overload
 
 from jaxthd.data.audio.features import document_rng
 from jaxthd.data.example import Alternative, Example
@@ -12,7 +11,7 @@ UNLABELLED = 0.0
 """The preference of a mismatched answer."""
 
 
-class WithMismatched(Sequence[Example]):
+class WithMismatched:
     """Items with answers, each with as many answers of another item, labelled UNLABELLED.
 
     Item i takes them from item (i + d) mod n, where d from 1 to n - 1 is drawn for each epoch: no item keeps
@@ -31,13 +30,6 @@ class WithMismatched(Sequence[Example]):
 
     def __len__(self) -> int:
         return len(self._examples)
-
-    @overload
-    def __getitem__(self, index: int) -> Example: ...
-    @overload
-    def __getitem__(self, index: slice) -> Sequence[Example]: ...
-    def __getitem__(self, index: Any) -> Any:
-        return self._examples[index]
 
     def of_epoch(self, index: int, epoch: int) -> Example:
         """Item number `index` as it is in this epoch."""

@@ -18,8 +18,7 @@ import grain
 import numpy as np
 
 from jaxthd.config import Config, Packing
-from jaxthd.data.decreasing import BestFitDecreasing
-from jaxthd.data.runs import JudgedDocument, RowDocuments, Runs, Taken, Waiting
+from jaxthd.data.runs import BestFitDecreasing, JudgedDocument, RowDocuments, Runs, Taken, Waiting
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 from jaxthd.packing.assignment import Placement, Shares, slot_work
@@ -181,7 +180,7 @@ class PackDocuments(Sequence[Any]):
                 "documents: use ds.pipe(pack); or unpack it among a DataLoader's operations, as in "
                 "operations=[to_document, *pack]"
             )
-        return self.pack_judged(documents.map(self._judge_element))
+        return self.choose(documents.map(self._judge_element)).map(lambda row: self.row(*row))
 
     def __len__(self) -> int:
         return len(self._operations)
@@ -213,12 +212,8 @@ class PackDocuments(Sequence[Any]):
             )
         return self.judge(element)
 
-    def pack_judged(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
-        """Like __call__, for a dataset of what `judge` returns, of Skipped and None."""
-        return self.choose(documents).map(self.placed_row)
-
     def choose(self, documents: grain.MapDataset | grain.IterDataset) -> grain.IterDataset:
-        """Like pack_judged, but gives the RowDocuments of each row, which placed_row packs."""
+        """The RowDocuments of each row, from a dataset of what `judge` returns, of Skipped and None."""
         if isinstance(documents, grain.MapDataset):
             documents = documents.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         packable = documents.filter(self._keep)
@@ -250,10 +245,6 @@ class PackDocuments(Sequence[Any]):
         if self._shares is None or self.packing == "padded":
             return Runs(buffers, self._first_run)
         return Runs(buffers, self._chosen, reads_ahead=True)
-
-    def placed_row(self, row: RowDocuments) -> PackedRow:
-        """Packs and lays out a row that `choose` gives."""
-        return self.row(row.documents, row.placement)
 
     def row(self, documents: Sequence[Document], placement: Placement | None = None) -> PackedRow:
         """Packs and lays out documents that fit. Without documents the row is all padding.
@@ -364,10 +355,5 @@ class _Rows(grain.experimental.FlatMapTransform):
 
 def _markers(names: Collection[str], judged: JudgedDocument) -> dict[str, Any]:
     """Stand-ins for grain's packer: arrays as long as what the document takes of each of `names`."""
-    fit = judged.fit
-    takes = {
-        "tokens": fit.slots,
-        "frames": sum(fit.chunk_frames) // SUBSAMPLING,
-        "segments": fit.segments,
-    }
+    takes = dict(zip(("tokens", "frames", "segments"), judged.size, strict=True))
     return {"judged": judged, **{name: np.zeros(takes[name], np.int8) for name in names}}

@@ -3,8 +3,8 @@
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxthd.data.order import Epochs, Era
 from jaxthd.data.sources.source import Likeness
+from jaxthd.data.stream import Epochs, Era
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import BUILT_IN
 

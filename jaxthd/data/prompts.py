@@ -8,11 +8,10 @@ from typing import Any, NamedTuple
 from jaxthd.config import Config
 from jaxthd.data.example import Example, Turn
 from jaxthd.data.mixing import mixing_weights
-from jaxthd.data.order import epochs_of, item_refs
 from jaxthd.data.packer import OnSkip
 from jaxthd.data.position import DataSets, Position
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.stream import OnRead
+from jaxthd.data.stream import OnRead, epochs_of, item_refs
 from jaxthd.errors import UserError
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits

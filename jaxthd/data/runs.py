@@ -1,4 +1,8 @@
-"""Makes rows of the packer's buffers: the documents of a buffer may be more than the ranks can share."""
+"""Buffers of documents, and rows of buffers, as grain data sets whose states are exact.
+
+BestFitDecreasing packs windows of documents into buffers. The documents of a buffer, by it or by grain's own
+packers, may be more than the ranks can share: Runs makes the rows.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -6,9 +10,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import grain
+import numpy as np
 
 from jaxthd.packing.assignment import Placement
-from jaxthd.packing.document import Document
+from jaxthd.packing.best_fit import Size, is_complete, pack_window
+from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.fit import Fit
 
 
@@ -19,9 +25,13 @@ class JudgedDocument:
     document: Document
     fit: Fit
 
+    @property
+    def size(self) -> Size:
+        """Token slots, encoder frames and segments that it takes in a buffer."""
+        return self.fit.slots, sum(self.fit.chunk_frames) // SUBSAMPLING, self.fit.segments
 
-@dataclass(frozen=True, eq=False)
-class RowDocuments:
+
+class RowDocuments(NamedTuple):
     """The documents of a row; under the layout "whole", in the order of their placement, and that."""
 
     documents: list[Document]
@@ -157,3 +167,95 @@ def _ranges(numbers: Sequence[int]) -> list[list[int]]:
         else:
             found.append([i, i + 1])
     return found
+
+
+class BestFitDecreasing(grain.IterDataset):
+    """Judged documents -> buffers, lists of them. Each window of about `bins` buffers is packed as one.
+
+    limits: token slots, encoder frames and segments of a buffer. seed: of the order of a window's buffers;
+    None: the order of their first documents.
+    """
+
+    def __init__(self, documents: grain.IterDataset, limits: Size, bins: int, seed: int | None) -> None:
+        super().__init__(documents)
+        self._limits, self._bins, self._seed = limits, bins, seed
+
+    def __iter__(self) -> grain.DatasetIterator:
+        return _DecreasingIterator(iter(self.parents[0]), self._limits, self._bins, self._seed)
+
+    def __str__(self) -> str:
+        return "BestFitDecreasing"
+
+
+class _DecreasingIterator(grain.DatasetIterator):
+    """State: where the window's new documents begin, and which of the window before were carried into it.
+
+    A document is carried once at most, so that two windows are all that is read again.
+    """
+
+    def __init__(self, documents: grain.DatasetIterator, limits: Size, bins: int, seed: int | None) -> None:
+        super().__init__(documents)
+        self._documents, self._limits, self._bins, self._seed = documents, limits, bins, seed
+        self._start({"window": 0, "before": documents.get_state(), "carried_from": None, "carried": []}, [])
+
+    def _start(self, window: dict[str, Any], carried: list[JudgedDocument]) -> None:
+        """A window that is not read yet. carried: the documents that it begins with."""
+        self._window, self._carried, self._emitted = window, carried, 0
+        self._buffers: list[list[JudgedDocument]] | None = None
+        self._following: tuple[dict[str, Any], list[JudgedDocument]] | None = None
+
+    def __next__(self) -> list[JudgedDocument]:
+        while True:
+            if self._buffers is None:
+                self._read()
+            assert self._buffers is not None
+            if self._emitted < len(self._buffers):
+                self._emitted += 1
+                return self._buffers[self._emitted - 1]
+            if self._following is None:
+                raise StopIteration
+            self._start(*self._following)
+
+    def _read(self) -> None:
+        """Reads a window, packs it, and prepares what follows it."""
+        new: list[JudgedDocument] = []
+        sizes = [judged.size for judged in self._carried]
+        total = tuple(sum(size[k] for size in sizes) for k in range(len(self._limits)))
+        is_last = False
+        while not is_complete(total, self._limits, self._bins):
+            judged = next(self._documents, None)
+            if judged is None:
+                is_last = True
+                break
+            new.append(judged)
+            sizes.append(judged.size)
+            total = tuple(t + n for t, n in zip(total, sizes[-1], strict=True))
+        packed = pack_window(sizes, self._limits, carried=len(self._carried), is_last=is_last)
+        documents = [*self._carried, *new]
+        buffers = [[documents[i] for i in buffer] for buffer in packed.buffers]
+        number = self._window["window"]
+        if self._seed is not None:
+            order = np.random.default_rng([self._seed, number]).permutation(len(buffers))
+            buffers = [buffers[i] for i in order]
+        self._buffers, self._following = buffers, None
+        if not is_last:
+            following = {
+                "window": number + 1,
+                "before": self._documents.get_state(),
+                "carried_from": self._window["before"] if packed.carried else None,
+                "carried": [i - len(self._carried) for i in packed.carried],
+            }
+            self._following = following, [documents[i] for i in packed.carried]
+
+    def get_state(self) -> dict[str, Any]:
+        return {**self._window, "emitted": self._emitted}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        carried: list[JudgedDocument] = []
+        if state["carried"]:
+            self._documents.set_state(state["carried_from"])
+            read = [next(self._documents) for _ in range(max(state["carried"]) + 1)]
+            carried = [read[i] for i in state["carried"]]
+        self._documents.set_state(state["before"])
+        self._start({name: state[name] for name in self._window}, carried)
+        self._emitted = state["emitted"]

@@ -22,10 +22,14 @@ def usable_examples(
     name: of the objective. None: those that can be validated on. prompts: whether examples without an answer
     can be used too.
     """
-    reasons = [
-        why_unusable(len(example.alternatives), name, objective)
-        or ("" if prompts or not example.is_unanswered else UNANSWERED)
-        for example in examples
-    ]
-    judged = list(zip(examples, reasons, strict=True))
-    return [e for e, why in judged if not why], [Skipped(e.key, why) for e, why in judged if why]
+    reasons = {n: why_unusable(n, name, objective) for n in {len(x.alternatives) for x in examples}}
+    usable, others = [], []
+    for example in examples:
+        why = reasons[len(example.alternatives)]
+        if not why and not prompts and example.is_unanswered:
+            why = UNANSWERED
+        if why:
+            others.append(Skipped(example.key, why))
+        else:
+            usable.append(example)
+    return usable, others

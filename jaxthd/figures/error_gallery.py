@@ -13,7 +13,7 @@ from jaxtyping import Float32
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from jaxthd.figures.colors import FAINT, HUES, INK
+from jaxthd.figures.axes import FAINT, HUES, INK
 from jaxthd.files.jsonl import naming
 from jaxthd.inference.wer import aligned_words
 

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import NullLocator, PercentFormatter, StrMethodFormatter
 
-from jaxthd.figures.colors import HUES, INK
+from jaxthd.figures.axes import HUES, INK
 from jaxthd.files.jsonl import naming
 from jaxthd.planning.search import Plan, percentiles
 

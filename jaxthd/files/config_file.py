@@ -1,6 +1,5 @@
 """Config files: Python files that make a Config, and the mistakes in them."""
 
-import ast
 import dataclasses
 import importlib.util
 import os
@@ -104,39 +103,22 @@ def _mistake(path: Path, error: Exception) -> Exception:
         return error
     if isinstance(error, SyntaxError):
         return UserError(f"{path}, line {error.lineno}: {error.msg}; expected Python: correct the file")
-    name = os.path.abspath(path)
     frames, name = traceback.extract_tb(error.__traceback__), os.path.abspath(path)
     lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == name]
     where = f"{path}, line {lines[-1]}" if lines else str(path)
-    unknown = re.search(r"got an unexpected keyword argument '(\w+)'", str(error))
-    kind = _called_with(path, unknown[1]) if unknown else None
-    if not unknown or not kind:
+    unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
+    if not unknown or unknown[1] not in KINDS:
         return UserError(f"{where}: {type(error).__name__}: {error}; correct the file")
-    fields = [field.name for field in dataclasses.fields(KINDS[kind])]
-    close = get_close_matches(unknown[1], fields)
-    others = [
-        name
-        for name, other in KINDS.items()
-        if unknown[1] in (field.name for field in dataclasses.fields(other))
-    ]
-    if close:
+    fields = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in KINDS.items()}
+    kind, field = unknown.groups()
+    others = [name for name, names in fields.items() if field in names]
+    if close := get_close_matches(field, fields[kind]):
         meant = f"perhaps you meant {' or '.join(close)}"
     elif others:
         meant = f"it is a field of {' and '.join(others)}: move it there"
     else:
-        meant = f"its fields are {', '.join(fields)}"
-    return UserError(f"{where}: {kind} has no field {unknown[1]!r}; {meant}")
-
-
-def _called_with(path: Path, keyword: str) -> str | None:
-    """The settings' class that the file calls with this keyword."""
-    calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
-    names = (
-        ast.unparse(call.func).rpartition(".")[2]
-        for call in calls
-        if keyword in (given.arg for given in call.keywords)
-    )
-    return next((name for name in names if name in KINDS), None)
+        meant = f"its fields are {', '.join(fields[kind])}"
+    return UserError(f"{where}: {kind} has no field {field!r}; {meant}")
 
 
 def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path) -> Config:

@@ -1,5 +1,6 @@
-"""Settings of a kind that a config names, given as NAME=VALUE: an objective's, an optimizer's."""
+"""Settings given as NAME=VALUE, and checks of their numbers: an objective's, an optimizer's."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, Literal, TypeVar, get_args, get_origin
@@ -41,3 +42,36 @@ def _read(option: str, text: str, default: Any, setting: str) -> Any:
         raise UserError(
             f"{setting} has {option!r}; expected a value such as {default!r}: correct {setting}"
         ) from error
+
+
+OPTIONS = "train.objective_options"
+
+
+def refuse(found: str, expected: str, change: str = "", setting: str = OPTIONS) -> None:
+    """Raises UserError: what the setting has, what was expected, what to change."""
+    raise UserError(f"{setting} has {found}; expected {expected}: {change or f'correct {setting}'}")
+
+
+def check_number(
+    name: str,
+    value: float | int,
+    *,
+    least: float | int = -math.inf,
+    above: float | int = -math.inf,
+    most: float | int = math.inf,
+    below: float | int = math.inf,
+    setting: str = OPTIONS,
+) -> None:
+    """Raises UserError unless the value is finite, from `least` to `most`, more than `above`, less than
+    `below`.
+    """
+    if math.isfinite(value) and least <= value <= most and above < value < below:
+        return
+    bounds: list[tuple[str, Any]] = [
+        ("at least", least),
+        ("more than", above),
+        ("at most", most),
+        ("less than", below),
+    ]
+    known = [f"{words} {bound:g}" for words, bound in bounds if math.isfinite(bound)]
+    refuse(f"{name}={value}", " and ".join(known) or "a finite number", setting=setting)

@@ -78,7 +78,7 @@ def open_settings(source: str | Path) -> Settings:
     if path.name == FILE and path.is_file():
         return Settings(read_config(path.parent), path.parent, str(path.parent))
     if path.suffix == ".json" and path.is_file():
-        return Settings(_read_config(path), path, None)
+        return Settings(read_config(path), path, None)
     if not path.exists() and path.suffix != ".py":
         raise FileNotFoundError(
             f"no run at {folder}, and no config file; expected a workdir, or a file such as configs/cp2.py: "
@@ -114,16 +114,14 @@ class Difference(NamedTuple):
     here: str
 
 
-def read_config(folder: Path) -> Config:
-    """The settings that `write_config` has written into `folder`. Newer fields have their defaults.
+def read_config(source: Path) -> Config:
+    """The settings that `write_config` has written into the folder `source`; or those of the file, a .json.
+    Newer fields have their defaults.
 
     Raises UserError as read_settings does, and for fields that Config does not have.
     """
-    return _read_config(folder / FILE)
-
-
-def _read_config(file: Path) -> Config:
-    stored = _read_settings(file)
+    file = source if source.suffix == ".json" and source.is_file() else source / FILE
+    stored = read_settings(file)
     try:
         # An older jaxthd wrote relative paths, which were of the working directory.
         return with_absolute_paths(_built(Config, stored), file.parent.absolute(), Path.cwd())
@@ -133,15 +131,11 @@ def _read_config(file: Path) -> Config:
         ) from error
 
 
-def read_settings(folder: Path) -> dict[str, Any]:
+def read_settings(file: Path) -> dict[str, Any]:
     """The JSON object in config.json.
 
     Raises DamagedConfigError if there is none. Removed fields (jaxthd/config/removed.py) are replaced.
     """
-    return _read_settings(folder / FILE)
-
-
-def _read_settings(file: Path) -> dict[str, Any]:
     try:
         stored = json.loads(file.read_text())
         if not isinstance(stored, dict):
@@ -155,7 +149,12 @@ def _read_settings(file: Path) -> dict[str, Any]:
     if "remat_llm" in compute and compute.get("remat", "auto") == "auto":
         compute["remat"] = "full"  # it computed all again, unless it says otherwise: so it goes on bit by bit
     for group in REMOVED:
-        _renew(file, stored, group)
+        fields = _group(stored, group)
+        present, notes = renewed(group, fields)
+        fields.clear()
+        fields.update(json.loads(json.dumps(present)))
+        for note in notes:
+            warn_once(str(file), note)
     return stored
 
 
@@ -166,16 +165,6 @@ def _move_to_compute(stored: dict[str, Any]) -> None:
         fields, own = _group(stored, group), get_type_hints(kind_at(group))
         for name in [name for name in fields if name in known and name not in own]:
             stored.setdefault("compute", {}).setdefault(name, fields.pop(name))
-
-
-def _renew(file: Path, stored: dict[str, Any], group: str) -> None:
-    """Replaces the removed fields of a group, and tells of those that were given."""
-    fields = _group(stored, group)
-    present, notes = renewed(group, fields)
-    fields.clear()
-    fields.update(json.loads(json.dumps(present)))
-    for note in notes:
-        warn_once(str(file), note)
 
 
 def _group(stored: Mapping[str, Any], path: str) -> dict[str, Any]:
@@ -193,7 +182,7 @@ def differences(folder: Path, config: Config) -> list[Difference]:
     stored with its default. Paths differ if they lead elsewhere; tokenizers differ if their files do. Raises
     as read_settings does.
     """
-    then = flat(_completed(Config, read_settings(folder)))
+    then = flat(_completed(Config, read_settings(folder / FILE)))
     config = with_absolute_paths(config, Path.cwd())
     now = flat(json.loads(json.dumps(asdict(config))))
     if _same_tokenizer(folder, then["data.tokenizer"], config.data.tokenizer):
@@ -207,11 +196,8 @@ def differences(folder: Path, config: Config) -> list[Difference]:
 
 
 def _same_tokenizer(folder: Path, stored: str, given: str) -> bool:
-    there: str | Path = stored
-    if (
-        stored not in BUILT_IN and (folder / stored).exists()
-    ):  # an older run's path is of the working directory
-        there = folder / stored
+    # An older run's path is of the working directory.
+    there = folder / stored if stored not in BUILT_IN and (folder / stored).exists() else stored
     try:
         return tokenizer_digest(there) == tokenizer_digest(given)
     except OSError:

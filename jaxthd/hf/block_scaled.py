@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Float, Shaped
 
 from jaxthd.errors import UserError
-from jaxthd.hf.family import Fields
+from jaxthd.hf.fields import Fields
 from jaxthd.hf.reader import Decoded, Reader
 
 SCALES = "_scale_inv"

@@ -22,14 +22,12 @@ from jaxthd.hf.family import (
     LLM,
     Family,
     Field,
-    Fields,
     Settings,
-    must_be,
     read_settings,
-    required,
     updated,
     write_settings,
 )
+from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.names import Shape, Tensor, matrix, tensors
 from jaxthd.hf.nemo_encoder import encoder_config, encoder_fields, encoder_tensors
 from jaxthd.hf.qwen3 import QWEN3
@@ -187,7 +185,7 @@ def _lora(fields: Fields) -> AdaptConfig | None:
             "another checkpoint"
         )
     adapt = AdaptConfig(lora_targets=tuple(ours for name, ours in _TARGETS.items() if name in chosen))
-    return updated(adapt, read_settings(lora, _LORA), "lora")
+    return updated(adapt, read_settings(lora, _LORA))
 
 
 def _lora_fields(adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:

@@ -1,11 +1,9 @@
 """A published checkpoint: its settings, and its tensors read into our arrays."""
 
-import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from jaxtyping import Shaped
@@ -16,14 +14,14 @@ from jaxthd.files.paths import home_path
 from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf import canary_qwen
 from jaxthd.hf.block_scaled import block_scaled
-from jaxthd.hf.family import Family, Fields
-from jaxthd.hf.merged_lora import merged_lora
+from jaxthd.hf.family import Family
+from jaxthd.hf.fields import Fields, check_fields, read_fields
 from jaxthd.hf.mxfp4 import METHOD as MXFP4
 from jaxthd.hf.mxfp4 import mxfp4
 from jaxthd.hf.names import ArraySlice, Shape, Tensor
 from jaxthd.hf.nemo import CONFIG, NemoArchive
 from jaxthd.hf.nemo_encoder import archive_family
-from jaxthd.hf.reader import Decoded, Reader
+from jaxthd.hf.reader import Decoded, Reader, merged_lora
 from jaxthd.hf.registry import FAMILIES, parts_of
 from jaxthd.hf.safetensors_files import SafetensorsFolder
 
@@ -151,7 +149,8 @@ class Checkpoint:
 def open_checkpoint(path: str | Path) -> Checkpoint:
     """A folder with config.json and safetensors files, or a .nemo archive. Reads headers only.
 
-    Raises FileNotFoundError; UserError for what is no checkpoint, or of a family that jaxthd does not know.
+    Raises FileNotFoundError; UserError as check_fields does, for what is no checkpoint, and for a family that
+    jaxthd does not know.
     """
     path = home_path(path)
     if not path.exists():
@@ -159,8 +158,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
             f"no checkpoint at {path}; expected a folder or a .nemo file: correct the path"
         )
     if path.is_file():
-        archive = NemoArchive(path)
-        return Checkpoint(archive_family(f"{CONFIG} in {path}"), archive.fields, archive)
+        archive, where = NemoArchive(path), f"{CONFIG} in {path}"
+        check_fields(archive.fields, where)
+        return Checkpoint(archive_family(where), archive.fields, archive)
     fields = read_fields(path)
     kinds = {fields.get("model_type"), *(fields.get("architectures") or ())}
     kinds |= {canary_qwen.KIND} if canary_qwen.is_salm(fields) else set()
@@ -188,20 +188,6 @@ def _reader(path: Path, fields: Fields) -> Reader:
         f"{path / 'config.json'} has the quant_method {method!r}; expected fp8, {MXFP4}, or no "
         "quantization_config: convert it to bfloat16"
     )
-
-
-def read_fields(path: Path) -> dict[str, Any]:
-    """config.json in the folder `path`. Raises UserError where it cannot be read."""
-    file = path / "config.json"
-    try:
-        fields = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{file} cannot be read ({error}); expected the checkpoint's settings: copy it anew"
-        ) from error
-    if not isinstance(fields, dict):
-        raise UserError(f"{file} holds no JSON object; expected the checkpoint's settings: copy it anew")
-    return fields
 
 
 def model_config(*paths: str | Path, model: ModelConfig | None = None) -> ModelConfig:

@@ -7,18 +7,8 @@ from typing import Any, Literal
 
 from jaxthd.config import LLMConfig, RopeConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import (
-    LLM,
-    Family,
-    Fields,
-    Settings,
-    TokenIds,
-    must_be,
-    read_settings,
-    required,
-    updated,
-    write_settings,
-)
+from jaxthd.hf.family import LLM, Family, Settings, TokenIds, read_settings, updated, write_settings
+from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.generation_config import one_or_all
 from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, tensors
 from jaxthd.hf.rotary import must_rotate, rope_config, rope_fields
@@ -144,7 +134,7 @@ class Decoder:
         # One set of weights serves any number of depths that share it.
         if modules and not (modules == 1 and llm.mtp_shared):
             settings |= {"mtp_depths": modules, "mtp_shared": False}
-        return updated(llm, settings, where)
+        return updated(llm, settings)
 
     def write(self, llm: LLMConfig) -> dict[str, Any]:
         """config.json of an export. Raises UserError where the family cannot hold the model."""

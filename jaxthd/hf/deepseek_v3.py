@@ -13,7 +13,8 @@ from typing import Any
 from jaxthd.config import LatentAttentionConfig, LLMConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.decoder import ANY, EXPERTS, MLP, Decoder
-from jaxthd.hf.family import Field, Fields, Part, Settings, must_be, required
+from jaxthd.hf.family import Field, Part, Settings
+from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.names import Below, Copy, Shape, Table, Tensor, matrix, tensors
 
 _LATENT: Settings = {

@@ -13,7 +13,8 @@ from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import BESIDE, copy_files
 from jaxthd.hf.checkpoint import open_checkpoint
-from jaxthd.hf.family import Family, Fields
+from jaxthd.hf.family import Family
+from jaxthd.hf.fields import Fields
 from jaxthd.hf.names import ArraySlice, Shape, Tensor
 from jaxthd.hf.safetensors_files import SafetensorsWriter
 

@@ -4,13 +4,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, TypeVar
 
-from jaxthd.config import AdaptConfig, EncoderConfig, LLMConfig, ModelConfig
-from jaxthd.errors import UserError
+from jaxthd.config import AdaptConfig, EncoderConfig, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.hf.fields import Fields, required
 from jaxthd.hf.names import Shape, Tensor
 
-Config = TypeVar("Config", LLMConfig, EncoderConfig, ModelConfig, AdaptConfig)
-Fields = Mapping[str, Any]
-"""A config.json."""
+Config = TypeVar("Config", LLMConfig, EncoderConfig, ModelConfig, AdaptConfig, RopeConfig)
 
 LLM = ("embedding", "decoder.", "head")
 ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
@@ -131,44 +129,11 @@ def write_settings(config: Any, table: Settings) -> dict[str, Any]:
     return fields
 
 
-def updated(config: Config, settings: Mapping[str, Any], where: str = "config.json") -> Config:
-    """`config` with other settings, of the types that it has.
-
-    Raises UserError where a number is none.
-    """
-    found = dict(settings)
-    for name, value in settings.items():
-        old = getattr(config, name)
-        if isinstance(old, bool | int | float):
-            try:
-                found[name] = type(old)(value)
-            except (TypeError, ValueError) as error:
-                raise UserError(
-                    f"{where} has {value!r} for what is {name} in jaxthd; expected a number such as {old}: "
-                    "correct it, or copy it anew"
-                ) from error
+def updated(config: Config, settings: Mapping[str, Any]) -> Config:
+    """`config` with other settings, of the types that it has."""
+    old = {name: getattr(config, name) for name in settings}
+    found = {
+        name: type(old[name])(value) if isinstance(old[name], bool | int | float) else value
+        for name, value in settings.items()
+    }
     return replace(config, **found)
-
-
-def required(fields: Fields, name: str, where: str = "config.json") -> Any:
-    """A field that has no default."""
-    if fields.get(name) is None:
-        raise UserError(f"{where} has no {name!r}; expected the settings of a whole checkpoint: complete it")
-    return fields[name]
-
-
-def must_be(fields: Fields, expected: Fields, where: str = "config.json") -> None:
-    """Raises UserError where a setting has another value than the one that jaxthd's model computes with.
-
-    A setting that is absent or null passes.
-    """
-    differing = [
-        f"\n  {name}: {fields[name]!r} (jaxthd computes {value!r})"
-        for name, value in expected.items()
-        if fields.get(name, value) != value and fields[name] is not None
-    ]
-    if differing:
-        raise UserError(
-            f"{where} describes a model that jaxthd does not have:{''.join(differing)}\n"
-            "Expected a checkpoint with these settings: choose another"
-        )

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.errors import UserError
-from jaxthd.hf.family import Fields, TokenIds
+from jaxthd.hf.family import TokenIds
+from jaxthd.hf.fields import Fields
 
 FILE = "generation_config.json"
 _EOS = "eos_token_id"

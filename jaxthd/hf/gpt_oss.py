@@ -9,7 +9,8 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.hf.decoder import ATTENTION, Decoder, layer_types
-from jaxthd.hf.family import Field, Fields
+from jaxthd.hf.family import Field
+from jaxthd.hf.fields import Fields
 from jaxthd.hf.names import Below, Table, in_turn
 
 _ROPE: dict[str, Any] = {

@@ -195,7 +195,11 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
 
 
 def _settings(text: bytes, path: Path) -> Any:
+    """Returns the settings of a model. Raises UserError where there are none."""
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError as error:
+        settings = yaml.safe_load(text)
+        if not isinstance(settings, Mapping):
+            raise ValueError("it holds no settings")
+    except (yaml.YAMLError, ValueError) as error:
         raise UserError(f"{CONFIG} in {path} cannot be read ({error}): copy the archive anew") from error
+    return settings

@@ -8,7 +8,8 @@ from typing import Any
 from jaxthd.config import EncoderConfig
 from jaxthd.errors import UserError
 from jaxthd.hf import parakeet
-from jaxthd.hf.family import Family, Field, Settings, must_be, read_settings, updated, write_settings
+from jaxthd.hf.family import Family, Field, Settings, read_settings, updated, write_settings
+from jaxthd.hf.fields import must_be, required
 from jaxthd.hf.names import Shape, Tensor
 
 _EXPECTED = {
@@ -55,19 +56,18 @@ def encoder_config(config: Any, encoder: EncoderConfig, where: str) -> EncoderCo
     another kind of encoder than jaxthd's.
     """
     try:
-        fields = dict(config["encoder"])
-        if isinstance(fields["feat_in"], str):  # ${model.preprocessor.features}, or the like
-            fields["feat_in"] = config["preprocessor"]["features"]
-        contexts = fields.get("att_context_size") or [-1, -1]  # several are alternatives
-        if [-1, -1] in contexts:
-            fields["att_context_size"] = [-1, -1]
-        fields["subsampling_factor"]  # NeMo's default is another one
-        found = updated(encoder, read_settings(fields, _SIZES, where), where)
-    except (KeyError, TypeError, ValueError, UserError) as error:
+        fields = dict(required(config, "encoder", where))
+        if isinstance(fields.get("feat_in"), str):  # ${model.preprocessor.features}, or the like
+            fields["feat_in"] = required(required(config, "preprocessor", where), "features", where)
+        required(fields, "subsampling_factor", where)  # NeMo's default is another one
+        found = updated(encoder, read_settings(fields, _SIZES, where))
+    except UserError as error:
         raise UserError(
-            f"{where} describes no FastConformer encoder ({error!r}); expected a model such as "
+            f"{where} describes no FastConformer encoder ({error}); expected a model such as "
             "Parakeet or Canary: choose another checkpoint"
         ) from error
+    if [-1, -1] in (fields.get("att_context_size") or [[-1, -1]]):  # several are alternatives
+        fields["att_context_size"] = [-1, -1]
     must_be(
         {name: x if x is not None else "null" for name, x in fields.items()},
         _EXPECTED,

@@ -7,7 +7,8 @@ from typing import Any
 from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.decoder import ANY, ATTENTION, EXPERTS, MLP, Decoder
-from jaxthd.hf.family import Field, Fields, required
+from jaxthd.hf.family import Field
+from jaxthd.hf.fields import Fields, required
 from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, rows, tensors
 from jaxthd.models.mixers.mamba2 import COST_CHUNK
 
@@ -113,7 +114,10 @@ class NemotronH(Decoder):
 def _letters_of(blocks: Sequence[str], where: str) -> str:
     unknown = sorted({str(block) for block in blocks if block not in _LETTERS})
     if unknown:
-        raise UserError(f"{where} names layers of type {', '.join(unknown)}; expected {', '.join(_LETTERS)}")
+        raise UserError(
+            f"{where} names layers of type {', '.join(unknown)}; expected {', '.join(_LETTERS)}: choose "
+            "another checkpoint"
+        )
     return "".join(_LETTERS[block] for block in blocks)
 
 

@@ -6,18 +6,8 @@ from typing import Any
 
 from jaxthd.config import EncoderConfig, ModelConfig
 from jaxthd.hf.decoder import ATTENTION
-from jaxthd.hf.family import (
-    ENCODER,
-    Family,
-    Field,
-    Fields,
-    Settings,
-    must_be,
-    read_settings,
-    required,
-    updated,
-    write_settings,
-)
+from jaxthd.hf.family import ENCODER, Family, Field, Settings, read_settings, updated, write_settings
+from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.names import Arrays, Below, Shape, Table, Tensor, matrix, tensors
 
 _EXPECTED = {
@@ -77,7 +67,7 @@ _BLOCK: Table = {
 def encoder_config(fields: Fields, encoder: EncoderConfig, where: str = "config.json") -> EncoderConfig:
     """`encoder` with the checkpoint's settings; absent ones are the library's defaults."""
     must_be(fields, _EXPECTED, where)
-    return updated(encoder, read_settings(fields, _SIZES), where)
+    return updated(encoder, read_settings(fields, _SIZES))
 
 
 def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
@@ -123,7 +113,7 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
 
 
 def _is_alone(fields: Fields) -> bool:
-    return fields["model_type"] == "parakeet_encoder"
+    return fields.get("model_type") == "parakeet_encoder"
 
 
 FAMILY = Family(

@@ -21,7 +21,8 @@ from jaxthd.hf.decoder import (
     layer_types,
     sparse_layers,
 )
-from jaxthd.hf.family import Field, Fields, Part, Settings
+from jaxthd.hf.family import Field, Part, Settings
+from jaxthd.hf.fields import Fields
 from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, tensors
 
 _TYPES = {"linear_attention": "D", "full_attention": "*"}

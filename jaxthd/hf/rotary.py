@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from jaxthd.config.rope import RopeConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.family import Fields
+from jaxthd.hf.family import updated
+from jaxthd.hf.fields import Fields
 
 _KINDS: dict[str, Literal["none", "linear", "yarn", "llama3"]] = {
     "default": "none",
@@ -15,7 +16,6 @@ _KINDS: dict[str, Literal["none", "linear", "yarn", "llama3"]] = {
     "yarn": "yarn",
     "llama3": "llama3",
 }
-_WHOLE = ("original_positions", "truncate")
 _SHARED = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
 _FACTOR = {"factor": "factor"}
 _LONGER = _FACTOR | {"original_max_position_embeddings": "original_positions"}
@@ -63,8 +63,7 @@ def rope_config(fields: Fields, *, partial: bool = False) -> RopeConfig:
             "rotates whole heads in this family: remove it, or choose another checkpoint"
         )
     theta = given.get("rope_theta") or fields.get("rope_theta") or 10000.0
-    numbers: dict[str, Any] = {name: x if name in _WHOLE else float(x) for name, x in settings.items()}
-    return RopeConfig(theta=float(theta), fraction=float(fraction), scaling=_KINDS[kind], **numbers)
+    return updated(RopeConfig(), {**settings, "theta": theta, "fraction": fraction, "scaling": _KINDS[kind]})
 
 
 def _refuse_unknown(given: Mapping[str, Any], kind: str) -> None:

@@ -73,7 +73,7 @@ class Evaluator:
     def __call__(self, state: TrainState | Weights, batches: Iterable[BatchAndReport]) -> Evaluation:
         """Evaluates over all supervised tokens of a loader's batches. state: in its training form.
 
-        All processes call it, with equally many batches (jaxthd.data.dataset.SynchronizedLoader), and get the
+        All processes call it, with equally many batches (jaxthd.data.loader.Loader), and get the
         same result.
         """
         sums, documents, audio_seconds, seconds, decoded = np.zeros(3), 0, 0.0, 0.0, []

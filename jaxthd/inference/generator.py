@@ -5,34 +5,30 @@
     for delta in generator.stream([Example("a", (turn,))], temperature=0.7):
         print(delta.text, end="", flush=True)
 
-Two programs of fixed shape serve conversations of every length up to the buffer's (steps/generation.py).
+Three programs of fixed shape serve conversations of every length up to the buffer's (drawing.py).
 """
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from itertools import chain, islice
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import grain
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import Mesh
 
+from jaxthd.checkpoints.weights import load_model
 from jaxthd.config import Config
 from jaxthd.data.example import Example
-from jaxthd.data.packer import pack_documents
 from jaxthd.data.speech import SpeechDocuments
-from jaxthd.data.text.prompt import PromptTemplate, answer_of
+from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import TextStream, load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.inference.drawing import Drawing, Progress, for_drawing, random_bits
 from jaxthd.ops.sampling import Sampling
-from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
-from jaxthd.packing.layout import ContextLayout
-from jaxthd.packing.prompts import PromptEnds, whole_prompts
-from jaxthd.parallel.mesh import DATA, TOKEN_AXES, put_batch, put_rows
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.startup import check, with_kernels
 from jaxthd.steps.blueprint import Blueprint, Tree
-from jaxthd.steps.generation import Draws, make_generation_steps
 
 End = Literal["stop", "length", "interrupted"]
 """Reason for an answer's end: by itself, cut off at the maximum length, or by who asked."""
@@ -68,9 +64,7 @@ def whole_answer(key: str, deltas: Sequence[AnswerDelta]) -> Answer:
 
 def for_generation(config: Config, batch: int) -> Config:
     """The config for answering up to `batch` conversations at a time: one buffer for each data rank."""
-    rows = config.mesh.data
-    data = replace(config.data, rows=rows, max_documents=-(-batch // rows), packing="first_fit")
-    return replace(config, data=data, train=replace(config.train, microbatches=1))
+    return for_drawing(config, -(-batch // config.mesh.data))
 
 
 class Generator:
@@ -98,21 +92,16 @@ class Generator:
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         self.stop_ids = stop_ids or PromptTemplate(config.data, self.tokenizer).stop_ids
         self.max_new_tokens = max_new_tokens
-        self._mesh, self._params, self._buffers = mesh, params, buffers
-        self._pack = pack_documents(self.config)
-        context = config.mesh.context
-        self._row_documents = -(-self.config.data.max_documents // context) * context
-        """Most documents in a row."""
+        self._weights = params, buffers
         self._documents = SpeechDocuments(self.config, self.tokenizer, train=False)
-        self._prefill, self._decode = make_generation_steps(
-            Blueprint(self.config), mesh, stop_ids=self.stop_ids, new_tokens=max_new_tokens
-        )
+        sizes = {"places": self.config.data.max_documents, "new_tokens": max_new_tokens}
+        # More pages would keep the prompts of further batches beside these, in memory that long prompts need.
+        self._drawing = Drawing(self.config, mesh, stop_ids=self.stop_ids, **sizes, pages=1)
 
     @property
     def compilations(self) -> int:
-        """Number of programs compiled so far: two for any use."""
-        steps: Any = (self._prefill, self._decode)
-        return sum(step._cache_size() for step in steps)
+        """Number of programs compiled so far: three for any use."""
+        return self._drawing.compilations
 
     def stream(
         self,
@@ -139,15 +128,21 @@ class Generator:
         expected = f"1 to the generator's {self.max_new_tokens}"
         _require("max_new_tokens", most, 1 <= most <= self.max_new_tokens, expected)
         sampling = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p))
-        documents = [self._prompt(number, example) for number, example in enumerate(conversations)]
+        documents = list(map(self._prompt, conversations))
+        keys = [[random_bits(seed, example.key)] for example in conversations]
+        answers = self._drawing.run(
+            self._weights, documents, keys, sampling, every=min(every, most), most=most
+        )
 
         def deltas() -> Iterator[AnswerDelta]:
-            for batch, numbers in self._batches(documents):
-                keys = np.zeros((self.config.data.rows * self._row_documents, 2), np.uint32)
-                for document, number in numbers.items():
-                    keys[document] = random_bits(seed, conversations[number].key)
-                draws = Draws(put_rows(keys, PartitionSpec(TOKEN_AXES), self._mesh), sampling)
-                yield from self._answers(batch, numbers, draws, most, every)
+            texts, told = [TextStream(self.tokenizer) for _ in documents], [0 for _ in documents]
+            for progress in answers:
+                number = progress.answer.prompt
+                new = progress.tokens[told[number] :].tolist()
+                told[number] += len(new)
+                text, end = "".join(map(texts[number].push, new)), _end(progress)
+                text += texts[number].finish() if end else ""
+                yield AnswerDelta(number, text, tuple(new), end)
 
         return deltas()
 
@@ -161,22 +156,22 @@ class Generator:
     def why_unusable(self, conversation: Example) -> str:
         """Why the conversation cannot be answered; "" if it can."""
         try:
-            self._prompt(0, conversation)
+            self._prompt(conversation)
         except UserError as error:
             return str(error)
         return ""
 
-    def _prompt(self, number: int, example: Example) -> Document:
-        """The conversation as a document to continue, whose key is the conversation's number."""
+    def _prompt(self, example: Example) -> Document:
+        """The conversation as a document to continue."""
         if not example.turns or example.turns[-1].role == "assistant":
             raise UserError(
                 f"conversation {example.key!r} has no turn to answer; expected the user's at its end: add one"
             )
         try:
-            document = self._documents.prompt(replace(example, key=str(number)))
+            document = self._documents.prompt(example)
         except ValueError as error:
             raise UserError(f"conversation {example.key!r}: {error}") from error
-        misfit = self._pack.limits.fit(document).misfit
+        misfit = self._drawing.limits.fit(document).misfit
         if misfit:
             raise UserError(
                 f"conversation {example.key!r} does not fit: {misfit}; shorten it, or raise data.capacity or "
@@ -184,46 +179,12 @@ class Generator:
             )
         return document
 
-    def _batches(self, documents: Sequence[Document]) -> Iterator[tuple[Batch, dict[int, int]]]:
-        """Yields (a batch, the numbers of its documents' conversations).
 
-        The numbers are by the document's index in the batch: row * self._row_documents + number in the row.
-        """
-        packed = iter(grain.MapDataset.source(documents).pipe(self._pack))
-        while rows := list(islice(packed, self.config.data.rows)):
-            rows += [self._pack.row([])] * (self.config.data.rows - len(rows))
-            batches, reports = zip(*rows, strict=True)
-            numbers = {
-                row * self._row_documents + document: int(key)
-                for row, report in enumerate(reports)
-                for document, key in enumerate(report.keys)
-            }
-            yield concatenate_rows(batches), numbers
-
-    def _answers(
-        self, batch: Batch, numbers: Mapping[int, int], draws: Draws, most: int, every: int
-    ) -> Iterator[AnswerDelta]:
-        """The answers of one batch. numbers: see _batches."""
-        mesh = self._mesh
-        ends = whole_prompts(batch, ContextLayout.of(self.config), self.config.data.max_documents)
-        ends = put_rows(ends, PromptEnds(*[PartitionSpec(DATA)] * 2), mesh)
-        weights = self._params, self._buffers
-        decoding = self._prefill(*weights, put_batch(batch, mesh), ends, draws)
-        unfinished = {document: TextStream(self.tokenizer) for document in numbers}
-        decoded = 0
-        while unfinished:
-            decoding, found = self._decode(*weights, decoding, draws, np.int32(min(decoded + every, most)))
-            tokens, reached = np.asarray(found.tokens), int(found.number)
-            for document, stream in list(unfinished.items()):
-                new = tokens[document, decoded:reached].tolist()
-                kept, ended = answer_of(new, self.stop_ids)
-                end: End | None = "stop" if ended else "length" if reached == most else None
-                text = "".join(map(stream.push, kept))
-                if end:
-                    text += stream.finish()
-                    del unfinished[document]
-                yield AnswerDelta(numbers[document], text, tuple(kept), end)
-            decoded = reached
+def _end(progress: Progress) -> End | None:
+    """Reason for the end of an answer; None before it."""
+    if not progress.is_over:
+        return None
+    return "stop" if progress.ended else "length"
 
 
 def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
@@ -238,6 +199,18 @@ def _require(name: str, value: float | int, holds: bool, expected: str) -> None:
         raise UserError(f"{name} is {value}; expected {expected}: correct it")
 
 
-def random_bits(seed: int, key: str) -> np.ndarray:
-    """Random bits, uint32 [2], that depend only on the arguments: their BLAKE2b hash, as in document_rng."""
-    return np.frombuffer(hashlib.blake2b(f"{seed}/{key}".encode(), digest_size=8).digest(), "<u4")
+def load(
+    config: Config, weights: Sequence[str | Path], *, batch: int = 8, max_new_tokens: int = 256
+) -> Generator:
+    """A Generator on config.mesh.
+
+    weights: workdirs of runs, Hugging Face folders (jaxthd.checkpoints.weights.load_weights). batch: most
+    conversations answered together. max_new_tokens: most tokens of an answer.
+    Raises UserError for a config that cannot work on this machine, and for a tokenizer or weights that cannot
+    be used.
+    """
+    check(for_generation(config, batch), data_sets=False)
+    config = with_kernels(config.without_mtp)
+    mesh = make_mesh(config.mesh)
+    params, buffers = load_model(weights, Blueprint(config), mesh)
+    return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)

@@ -13,7 +13,7 @@ from jaxtyping import Float, Int, Int32
 
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config
-from jaxthd.data.dataset import SynchronizedLoader
+from jaxthd.data.loader import Loader
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.packing.batch import Batch
@@ -58,12 +58,13 @@ class Scorer:
         scores = make_scoring_step(blueprint, mesh, top_k)
 
         def run(params: Tree, buffers: Tree, batch: Batch) -> tuple[TokenScores, tuple[Any, ...]]:
-            return scores(params, buffers, batch), _whose(batch)
+            whose = batch.tokens, batch.weights, batch.segment_ids, batch.documents, batch.cuts
+            return scores(params, buffers, batch), whose
 
         # Every process gets all rows' scores, and the tokens of rows that it did not read.
         self._step = jit_for(config, mesh, run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
-    def __call__(self, weights: Weights, batches: SynchronizedLoader) -> Iterator[DocumentScores]:
+    def __call__(self, weights: Weights, batches: Loader) -> Iterator[DocumentScores]:
         """Yields the scores of all documents, in packed order. weights: in their training form.
 
         All processes call it, and get the same.
@@ -85,10 +86,6 @@ class Scorer:
                         answers = tuple(np.unique(segments, return_counts=True)[1].tolist())
                     of_tokens = DocumentScores(key, tokens_RT[row][slots], at + 1, *here)
                     yield of_tokens._replace(answers=answers)
-
-
-def _whose(batch: Batch) -> tuple[Any, ...]:
-    return batch.tokens, batch.weights, batch.segment_ids, batch.documents, batch.cuts
 
 
 def _slots(

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxthd.parallel.devices import device_platform
+from jaxthd.parallel.mesh import device_platform
 
 PEAK_FLOPS = {
     "GB200": 2.5e15,

@@ -20,7 +20,7 @@ from jaxthd.kernels.admission import Kernel, as_in_a_step, error
 from jaxthd.ops import pallas_launch
 from jaxthd.ops.scan import ssd as ssd_module
 from jaxthd.ops.scan.backends import BACKENDS
-from jaxthd.ops.scan.contract import Scan, ScanBackend, ScanShape
+from jaxthd.ops.scan.contract import Scan, ScanBackend, ScanInputs, ScanShape
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.segments import make_segments
@@ -108,8 +108,8 @@ def probe_program(scan: Scan, shape: ScanShape) -> Any:
     def of_rank(axis: str | None, ids_RT: Array, positions_RT: Array, *inputs: Array) -> tuple[Array, ...]:
         *given, dy = inputs
         segments = make_segments(ids_RT, positions_RT, block=64, axis=axis)
-        y, pull = jax.vjp(partial(scan, segments=segments, chunk=shape.chunk), *given)
-        return (y * segments.valid[:, None, None], *pull(dy.astype(y.dtype)))
+        y, pull = jax.vjp(partial(scan, segments=segments, chunk=shape.chunk), ScanInputs(*given))
+        return (y * segments.valid[:, None, None], *pull(dy.astype(y.dtype))[0])
 
     def of_ranks(ids_RT: Array, positions_RT: Array, *inputs: Array) -> tuple[Array, ...]:
         order_T = DualChunkSwap(RANKS).permutation(ids_RT.shape[1])

@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.files.cache import user_cache
+from jaxthd.files.paths import user_cache
 
 Value = bool | int | str
 

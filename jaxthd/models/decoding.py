@@ -113,7 +113,7 @@ def begin(
     """
     stages = model.decoder.stages
     x_nD, _ = model.enter(batch, axes=axes, train=False)
-    segments = model.segments(batch, axes, uniform_program=len(stages.patterns) == 1)
+    segments = model.segments(batch, axes)
     prompts = make_prompts(ends, segments, new_tokens, places)
 
     def prefill(pattern: str, chunk: Array | int, x_nD: Array, _: Any, __: Any) -> tuple[Array, Cache]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Float
+from jaxtyping import Float, Int32
 
 from jaxthd.config import EncoderConfig
 from jaxthd.models.layers import Linear
@@ -23,6 +23,7 @@ from jaxthd.ops.neighbours import Neighbours
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.product import narrowed
 from jaxthd.packing.document import encoder_frames
+from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init
 
@@ -56,44 +57,33 @@ class _Query(NamedTuple):
     position: Float[Array, "E H X"]
 
 
-def _dense_attention(
-    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
-) -> Array:
-    """All pairs of frames in a row, those of different clips masked: a few large matrix products, no loop.
+class _Keys(NamedTuple):
+    """Keys of frames: of this rank's, or of the window around them.
 
-    Unused frames see each other, and nothing reads what they get.
+    waves: cosines and sines of their positions, in the compute dtype. ids: their clips' numbers. seen: those
+    that each of this rank's frames sees.
     """
-    given = query.content, k_EHd, query.position, waves_EX, v_EHd, segments.ids
-    *arrays, ids = (_by_row(x, segments.rows) for x in given)
-    return dense_attention(*arrays, ids, ids, scale).reshape(v_EHd.shape)
+
+    content: Float[Array, "S H d"]
+    values: Float[Array, "S H d"]
+    waves: Float[Array, "S X"]
+    ids: Int32[Array, "R S_of_row"]
+    seen: KeyIntervals
 
 
-def _by_row(x: Array, rows: int) -> Array:
-    return x.reshape(rows, -1, *x.shape[1:])
-
-
-def _blockwise_attention(
-    query: _Query, k_EHd: Array, waves_EX: Array, v_EHd: Array, segments: Segments, scale: float
-) -> Array:
-    """In memory linear in the frames: blocks of frames whose clips do not meet are skipped."""
-    waves_EHX = jnp.broadcast_to(waves_EX[:, None], query.position.shape)
-    q_EHX, k_EHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_EHd, waves_EHX], axis=-1)
-    return interval_attention(q_EHX, k_EHX, v_EHd, segments.whole, scale, segments.block)
-
-
-def _attention_over_ranks(query: _Query, k_SHd: Array, v_SHd: Array, clips: Clips, scale: float) -> Array:
-    """For clips that are cut over ranks: with the keys and values of the neighbours' window. It is dense for
-    the rows that _dense_attention takes."""
-    segments, neighbours, waves_SX = clips.segments, clips.neighbours, clips.waves
-    assert neighbours is not None
-    assert waves_SX is not None
+def _attend(query: _Query, keys: _Keys, segments: Segments, scale: float) -> Float[Array, "E H d"]:
+    """In short rows all pairs of frames, those of different clips masked: a few large matrix products, no
+    loop. Unused frames see each other, and nothing reads what they get. In longer ones blockwise, in memory
+    linear in the frames: blocks of frames whose clips do not meet are skipped.
+    """
+    content, values, waves_SX, key_ids_RS, seen = keys
     if segments.row_length <= DENSE_FRAMES:
-        in_row = query.content, k_SHd, query.position, waves_SX, v_SHd, segments.ids
-        arrays = (_by_row(x, segments.rows) for x in in_row)
-        return dense_attention(*arrays, neighbours.ids, scale).reshape(query.content.shape)
+        given = query.content, content, query.position, waves_SX, values, segments.ids
+        arrays = (x.reshape(segments.rows, -1, *x.shape[1:]) for x in given)
+        return dense_attention(*arrays, key_ids_RS, scale).reshape(query.content.shape)
     waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
-    q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([k_SHd, waves_SHX], axis=-1)
-    return interval_attention(q_EHX, k_SHX, v_SHd, neighbours.keys, scale, segments.block)
+    q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([content, waves_SHX], axis=-1)
+    return interval_attention(q_EHX, k_SHX, values, seen, scale, segments.block)
 
 
 class RelativeAttention(nnx.Module):
@@ -139,8 +129,9 @@ class RelativeAttention(nnx.Module):
             k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
             if clips.attention == "pallas" and clips.segments.row_length > DENSE_FRAMES:
                 return self._kernels_over_ranks(q_EHd, k_SHd, v_SHd, w_F2Hd, neighbours)
-            query, scale = self._query(q_EHd, w_F2Hd, clips), 1 / math.sqrt(dim)
-            return _attention_over_ranks(query, k_SHd, v_SHd, clips, scale)
+            assert clips.waves is not None
+            keys = _Keys(k_SHd, v_SHd, clips.waves, neighbours.ids, neighbours.keys)
+            return _attend(self._query(q_EHd, w_F2Hd, clips), keys, clips.segments, 1 / math.sqrt(dim))
 
         if clips.neighbours is None:
             o_EHd = own(*given)
@@ -156,8 +147,8 @@ class RelativeAttention(nnx.Module):
             u_Hd, v_Hd = self._biases(dtype)
             return self._kernels(q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, w_F2Hd, v_EHd, *segments.whole[:2])
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
-        attend = _dense_attention if segments.row_length <= DENSE_FRAMES else _blockwise_attention
-        return attend(self._query(q_EHd, w_F2Hd, clips), k_EHd, waves_EX, v_EHd, segments, scale)
+        keys = _Keys(k_EHd, v_EHd, waves_EX, segments.ids.reshape(segments.rows, -1), segments.whole)
+        return _attend(self._query(q_EHd, w_F2Hd, clips), keys, segments, scale)
 
     def _kernels_over_ranks(
         self, q_EHd: Array, k_SHd: Array, v_SHd: Array, w_F2Hd: Array, neighbours: Neighbours

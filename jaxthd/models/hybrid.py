@@ -197,7 +197,7 @@ class HybridLayers(nnx.Module):
             x_nD, fixed, state = block.prefill(x_nD, segments, prompts)
             return x_nD, (fixed, state)
 
-        return self._apply_stage(pattern, chunk, apply, x_nD, remat=False)
+        return self._apply_layers(pattern, self.layers_of(pattern, chunk), apply, x_nD, remat=False)
 
     def step(
         self,
@@ -214,24 +214,8 @@ class HybridLayers(nnx.Module):
             return block.step(x_nD, *cache, now)
 
         cache = {letter: (fixed[letter], state[letter]) for letter in state}
-        return self._apply_stage(pattern, chunk, apply, x_nD, remat=False, cache=cache)
-
-    def _apply_stage(
-        self,
-        pattern: str,
-        chunk: Array | int,
-        apply: ApplyBlock,
-        x_nD: Array,
-        *,
-        remat: Remat,
-        cache: Cache | None = None,
-    ) -> tuple[Array, Cache]:
-        """Applies `apply` to every block of a stage, in the pattern's order.
-
-        Both cache and the layers' results are stacked by letter and padded to Stages.most.
-        """
         layers = self.layers_of(pattern, chunk, cache)
-        return self._apply_layers(pattern, layers, apply, x_nD, remat=remat, cache=cache)
+        return self._apply_layers(pattern, layers, apply, x_nD, remat=False, cache=cache)
 
     def _apply_layers(
         self,
@@ -243,6 +227,10 @@ class HybridLayers(nnx.Module):
         remat: Remat,
         cache: Cache | None = None,
     ) -> tuple[Array, Cache]:
+        """Applies `apply` to every block of a stage, in the pattern's order.
+
+        Both cache and the layers' results are stacked by letter and padded to Stages.most.
+        """
         kinds = {letter: self.layers[layer_kind(letter).name] for letter in sorted(set(self.stages.letters))}
         graphs = {letter: nnx.graphdef(kind) for letter, kind in kinds.items()}
         results: dict[str, list[Any]] = {letter: [] for letter in kinds}

@@ -26,14 +26,14 @@ from jaxthd.models.mixers import Routing
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.ops.activations import relu_squared
 from jaxthd.ops.cross_entropy import (
+    HeadBlocks,
+    HeadInputs,
     TokenScores,
-    supervised_drawn_log_probs,
     supervised_log_probs,
     supervised_scores,
     supervised_top_k,
 )
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import AUDIO_AXES, CONTEXT, DATA, PIPELINE, TENSOR, ranks_of
@@ -51,6 +51,8 @@ from jaxthd.parallel.tensor import Residual, vocabulary_rows
 
 _NOWHERE = np.iinfo(np.int32).max
 """A token that no vocabulary has."""
+Scored = tuple[Array, Array, Array, Array, int, int, tuple[str, ...]]
+"""The first arguments of supervised_log_probs, up to axes."""
 
 
 class Adapter(nnx.Module):
@@ -144,25 +146,15 @@ class SpeechLM(nnx.Module):
         x_nD, _ = self.decoder(x_nD, self.segments(batch, axes))
         return self.leave(x_nD, batch).reshape(batch.tokens.shape), buffers
 
-    def segments(self, batch: Batch, axes: tuple[str, ...], *, uniform_program: bool = True) -> Segments:
-        """uniform_program: see Segments."""
-        return self._segments(
-            batch, batch.segment_ids, batch.positions, axes, batch.prefixes, uniform_program
-        )
-
-    def _segments(
-        self,
-        batch: Batch,
-        ids_RT: Array,
-        positions_RT: Array,
-        axes: tuple[str, ...],
-        prefixes_RT: Array | None = None,
-        uniform_program: bool = True,
-    ) -> Segments:
+    def segments(self, batch: Batch, axes: tuple[str, ...], *, in_stages: bool = True) -> Segments:
+        """The batch's documents for the decoder's blocks. in_stages: False for what all ranks of a pipeline
+        run at the same time (Segments.uniform_program).
+        """
+        uniform_program = not in_stages or len(self.decoder.stages.patterns) == 1
         return make_segments(
-            ids_RT,
-            positions_RT,
-            prefixes_RT,
+            batch.segment_ids,
+            batch.positions,
+            batch.prefixes,
             block=self.compute.blocks.attention,
             axis=CONTEXT if axes else None,
             layout=self.compute.layout,
@@ -255,7 +247,7 @@ class SpeechLM(nnx.Module):
         x: the last stage's output; in a pipeline 0 on the ranks without that stage. All ranks get the result.
         head: as gathered_head returns it, for a caller with several uses of it. temperature: of the softmax.
         """
-        return supervised_log_probs(*self._scored(self._left(x_nD), batch, head_VD), temperature)
+        return supervised_log_probs(*self._scored(self._left(x_nD), batch, head_VD, temperature))
 
     def gathered_head(self) -> Float[Array, "V D"]:
         """This rank's shard of the head's vocabulary, in the parameters' dtype."""
@@ -284,13 +276,12 @@ class SpeechLM(nnx.Module):
         own_N = scored(h_nD, batch.targets, batch.weights)
         for depth, e_nD in enumerate(future):
             has_token_RT = batch.future_tokens[:, depth] >= 0
-            segments = self._segments(
-                batch,
-                jnp.where(has_token_RT, batch.segment_ids, 0),
-                jnp.where(has_token_RT, batch.positions, 0),
-                axes,
+            ahead = batch._replace(
+                segment_ids=jnp.where(has_token_RT, batch.segment_ids, 0),
+                positions=jnp.where(has_token_RT, batch.positions, 0),
+                prefixes=None,
             )
-            h_nD, of_depth = self.mtp(depth, h_nD, e_nD, segments)
+            h_nD, of_depth = self.mtp(depth, h_nD, e_nD, self.segments(ahead, axes, in_stages=False))
             log_probs.append(scored(h_nD, batch.future_targets[:, depth], batch.future_weights[:, depth]))
             routing.append(of_depth)
         return own_N, FutureScores(jnp.stack(log_probs), routing)
@@ -321,21 +312,10 @@ class SpeechLM(nnx.Module):
         top_k: int,
         *,
         temperature: float = 1.0,
-        drawn_by: Sampling | None = None,
     ) -> TokenScores:
-        """As leave, with each position's top_k likeliest tokens. Not differentiable.
-
-        drawn_by: what the targets were drawn by; adds drawn_log_probs.
-        """
-        h_ND, head_VD, targets_N, supervised_N, block, vocab_block, axes = self._scored(
-            self._left(x_nD), batch
-        )
-        tokens = h_ND, head_VD, targets_N, supervised_N, block
-        scores = supervised_top_k(*tokens, vocab_block, axes, temperature, top_k=top_k)
-        if drawn_by is not None:
-            drawn_N = supervised_drawn_log_probs(*tokens, drawn_by, axes)
-            scores = scores._replace(drawn_log_probs=drawn_N)
-        return scores
+        """As leave, with each position's top_k likeliest tokens. Not differentiable."""
+        scored = self._scored(self._left(x_nD), batch, temperature=temperature)
+        return supervised_top_k(*scored, top_k)
 
     def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
         """As leave, from the head's input (`hidden`), and whether no token is likelier than the target."""
@@ -355,22 +335,18 @@ class SpeechLM(nnx.Module):
     def _head_for(self, h_ND: Array, head_VD: Array | None = None) -> Array:
         return (self.gathered_head() if head_VD is None else head_VD).astype(h_ND.dtype)
 
-    def _scored(self, h_ND: Array, batch: Batch, head_VD: Array | None = None) -> tuple[Any, ...]:
-        return self._scored_at(h_ND, self._head_for(h_ND, head_VD), batch.targets, batch.weights)
+    def _scored(
+        self, h_ND: Array, batch: Batch, head_VD: Array | None = None, temperature: float = 1.0
+    ) -> tuple[HeadInputs, HeadBlocks]:
+        head_VD = self._head_for(h_ND, head_VD)
+        return self._scored_at(h_ND, head_VD, batch.targets, batch.weights, temperature)
 
     def _scored_at(
-        self, h_ND: Array, head_VD: Array, targets_RT: Array, weights_RT: Array
-    ) -> tuple[Any, ...]:
-        compute = self.compute
-        return (
-            h_ND,
-            head_VD,
-            targets_RT.reshape(-1),
-            weights_RT.reshape(-1) > 0,
-            compute.blocks.loss,
-            compute.blocks.vocabulary,
-            self.vocabulary_axes,
-        )
+        self, h_ND: Array, head_VD: Array, targets_RT: Array, weights_RT: Array, temperature: float = 1.0
+    ) -> tuple[HeadInputs, HeadBlocks]:
+        inputs = HeadInputs(h_ND, head_VD, targets_RT.reshape(-1), weights_RT.reshape(-1) > 0)
+        sizes = self.compute.blocks
+        return inputs, HeadBlocks(sizes.loss, sizes.vocabulary, self.vocabulary_axes, temperature)
 
     def logits(self, h_nD: Float[Array, "n D"]) -> Float[Array, "n V"]:
         """Logits of this rank's shard of the vocabulary, from the head's input; promote(float32, its dtype).

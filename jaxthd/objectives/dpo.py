@@ -11,8 +11,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from jaxthd.files.options import check_number, refuse
 from jaxthd.objectives.objective import LOSS, REFERENCE, Objective, Tokens
-from jaxthd.objectives.settings import check_number, refuse
 
 PREFERENCE = "preference"
 """Extra: 1.0 at the tokens of a chosen or desired answer, -1.0 at those of a rejected or undesired one."""

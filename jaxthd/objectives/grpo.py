@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.files.options import check_number, refuse
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
-from jaxthd.objectives.settings import check_number, refuse
 
 ADVANTAGE = "advantage"
 """Extra: by how much the token's answer is better than its group's."""

@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
+from jaxthd.files.options import check_number
 from jaxthd.objectives.dpo import PREFERENCE
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
-from jaxthd.objectives.settings import check_number
 
 KLOf = Literal["answers", "mismatched", "none"]
 _KL, _KL_ANSWERS = "kl", "answers of kl"

@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxthd.ops.cut_exchange import gathered_chunks
 from jaxthd.ops.neighbours import Neighbours, extended
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.scan.state_passing import gathered_chunks
 from jaxthd.packing.segments import Segments
 
 

@@ -22,107 +22,67 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.sampling import Sampling, drawn_log_probs
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def supervised_log_probs(
-    h_ND: Float[Array, "N D"],
-    head_VD: Float[Array, "V D"],
-    targets_N: Int32[Array, " N"],
-    supervised_N: Bool[Array, " N"],
-    row_block: int,
-    vocab_block: int,
-    axes: tuple[str, ...] = (),
-    temperature: float = 1.0,
-) -> Float[Array, " N"]:
-    """log softmax(h head^T / temperature)[target] at supervised positions, 0 elsewhere; promote(float32, h's
-    dtype).
+class HeadInputs(NamedTuple):
+    """Hidden states of tokens, this rank's entries of the head, the tokens' targets, and which of these
+    count."""
 
-    axes: mesh axes over which the vocabulary is sharded, rank-major. Differentiable in h and head.
+    h: Float[Array, "N D"]
+    head: Float[Array, "V D"]
+    targets: Int32[Array, " N"]
+    supervised: Bool[Array, " N"]
+
+
+class HeadBlocks(NamedTuple):
+    """Positions and vocabulary entries that are multiplied at a time.
+
+    axes: mesh axes over which the vocabulary is sharded, rank-major. temperature: of the softmax.
     """
-    scores = _forward_scores(
-        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature
-    )
-    return scores[0]
+
+    rows: int
+    entries: int
+    axes: tuple[str, ...] = ()
+    temperature: float = 1.0
 
 
-def supervised_scores(
-    h_ND: Float[Array, "N D"],
-    head_VD: Float[Array, "V D"],
-    targets_N: Int32[Array, " N"],
-    supervised_N: Bool[Array, " N"],
-    row_block: int,
-    vocab_block: int,
-    axes: tuple[str, ...] = (),
-) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
-    """As supervised_log_probs, and whether no entry is likelier than the target (False elsewhere)."""
-    scores = _forward_scores(h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes)
-    return scores[0], scores[1]
+def supervised_log_probs(inputs: HeadInputs, blocks: HeadBlocks) -> Float[Array, " N"]:
+    """log softmax(h head^T / temperature)[target] at supervised positions, 0 elsewhere; promote(float32, h's
+    dtype). Differentiable in h and head.
+    """
+    log_probs_N: Array = _log_probs(blocks, *inputs)
+    return log_probs_N
+
+
+def supervised_scores(inputs: HeadInputs, blocks: HeadBlocks) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
+    """As supervised_log_probs, and whether no entry is likelier than the target (False elsewhere). Not
+    differentiable."""
+    return _forward_scores(blocks, *inputs)[:2]
 
 
 class TokenScores(NamedTuple):
     """log_probs: of the targets. top_ids, top_log_probs: the k likeliest entries of the vocabulary, the
     likeliest first, of equals the lowest id. promote(float32, the hidden states' dtype); 0 where nothing is
     supervised. All are of the softmax at the temperature.
-
-    drawn_log_probs: of the targets, under what draws tokens (ops/sampling.py); None where nobody asked.
     """
 
     log_probs: Float[Array, "*tokens"]
     top_ids: Int32[Array, "*tokens k"]
     top_log_probs: Float[Array, "*tokens k"]
-    drawn_log_probs: Float[Array, "*tokens"] | None = None
 
 
-def supervised_top_k(
-    h_ND: Float[Array, "N D"],
-    head_VD: Float[Array, "V D"],
-    targets_N: Int32[Array, " N"],
-    supervised_N: Bool[Array, " N"],
-    row_block: int,
-    vocab_block: int,
-    axes: tuple[str, ...] = (),
-    temperature: float = 1.0,
-    *,
-    top_k: int,
-) -> TokenScores:
-    """As supervised_log_probs, and the top_k likeliest entries. top_k: at most as many as all ranks hold."""
-    logp_N, _, lse_br, top = _forward_scores(
-        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature, top_k
-    )
-    rows_br, _ = _rows(supervised_N, row_block)
-    ids_Nk = jnp.zeros((len(h_ND), top_k), jnp.int32)
+def supervised_top_k(inputs: HeadInputs, blocks: HeadBlocks, top_k: int) -> TokenScores:
+    """As supervised_log_probs, and the top_k likeliest entries: at most as many as all ranks hold. Not
+    differentiable."""
+    logp_N, _, lse_br, top = _forward_scores(blocks, *inputs, top_k)
+    rows_br, _ = _rows(inputs.supervised, blocks.rows)
+    ids_Nk = jnp.zeros((len(logp_N), top_k), jnp.int32)
     top_Nk = ids_Nk.astype(logp_N.dtype)
     if top is not None:
         logits_brk, ids_brk = top
         ids_Nk = ids_Nk.at[rows_br].set(ids_brk, mode="drop")
         top_Nk = top_Nk.at[rows_br].set(logits_brk - lse_br[..., None], mode="drop")
     return TokenScores(logp_N, ids_Nk, top_Nk)
-
-
-def supervised_drawn_log_probs(
-    h_ND: Float[Array, "N D"],
-    head_VD: Float[Array, "V D"],
-    targets_N: Int32[Array, " N"],
-    supervised_N: Bool[Array, " N"],
-    row_block: int,
-    sampling: Sampling,
-    axes: tuple[str, ...] = (),
-) -> Float[Array, " N"]:
-    """Log-probabilities of the targets under what draws tokens, as ops.sampling.drawn_log_probs finds them,
-    at supervised positions; 0 elsewhere. Not differentiable.
-
-    The logits of row_block positions are held at a time.
-    """
-    rows_br, used = _rows(supervised_N, row_block)
-
-    def row_step(b: Array, found_N: Array) -> Array:
-        h_rD, target_r = _take(h_ND, rows_br[b]), _take(targets_N, rows_br[b])
-        logits_rV, _, _ = _logits(h_rD, head_VD, jnp.int32(0), len(head_VD), 1.0)
-        return found_N.at[rows_br[b]].set(drawn_log_probs(logits_rV, target_r, sampling, axes), mode="drop")
-
-    return jax.lax.fori_loop(0, used, row_step, jnp.zeros(len(h_ND), accumulation_dtype(h_ND)))
 
 
 Entries = tuple[Array, Array]
@@ -166,19 +126,21 @@ def _local(targets_N: Array, head_VD: Array, axes: tuple[str, ...]) -> Array:
     return targets_N - jax.lax.axis_index(axes) * len(head_VD) if axes else targets_N
 
 
-def _forward(h, head, targets, supervised, row_block, vocab_block, axes, temperature):
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _log_probs(blocks: HeadBlocks, h_ND, head_VD, targets_N, supervised_N):
+    return _forward_scores(blocks, h_ND, head_VD, targets_N, supervised_N)[0]
+
+
+def _forward(blocks, h, head, targets, supervised):
     # A frozen head's gradient is skipped here: the compiler would not remove it from nested loops.
     wants_head = () if head.perturbed else None
-    h_ND, head_VD, targets_N, supervised_N = (x.value for x in (h, head, targets, supervised))
-    logp_N, _, lse_br, _ = _forward_scores(
-        h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature
-    )
-    return logp_N, (h_ND, head_VD, targets_N, supervised_N, lse_br, wants_head)
+    given = [x.value for x in (h, head, targets, supervised)]
+    logp_N, _, lse_br, _ = _forward_scores(blocks, *given)
+    return logp_N, (*given, lse_br, wants_head)
 
 
-def _forward_scores(
-    h_ND, head_VD, targets_N, supervised_N, row_block, vocab_block, axes, temperature=1.0, top_k=0
-):
+def _forward_scores(blocks: HeadBlocks, h_ND, head_VD, targets_N, supervised_N, top_k=0):
+    row_block, vocab_block, axes, temperature = blocks
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
@@ -234,7 +196,8 @@ def _likeliest(found: Sequence[Entries], k: int) -> Entries:
     return top, jnp.take_along_axis(ids, at, axis=-1)
 
 
-def _backward(row_block, vocab_block, axes, temperature, residuals, dlogp_N):
+def _backward(blocks: HeadBlocks, residuals, dlogp_N):
+    row_block, vocab_block, axes, temperature = blocks
     h_ND, head_VD, targets_N, supervised_N, lse_br, wants_head = residuals
     acc = accumulation_dtype(h_ND)
     rows_br, used = _rows(supervised_N, row_block)
@@ -269,4 +232,4 @@ def _backward(row_block, vocab_block, axes, temperature, residuals, dlogp_N):
     return dh_ND, None if dhead_VD is None else dhead_VD.astype(head_VD.dtype), None, None
 
 
-supervised_log_probs.defvjp(_forward, _backward, symbolic_zeros=True)
+_log_probs.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -108,7 +108,7 @@ def around(
 ) -> Shaped[Array, "R m ..."]:
     """x with so many frames of the ranks before and after; 0 beyond the row. All ranks must call it."""
     ranks, frames = jax.lax.axis_size(axes), x_RE.shape[1]
-    hops = _hops(before, after, frames)
+    hops = -(-max(before, after) // frames)  # to the farthest frames, in ranks
     if 2 * hops > MOST_SENDS:
         row_RA = jax.lax.all_gather(x_RE, axes, axis=1, tiled=True)
         row_RA = jnp.pad(row_RA, [(0, 0), (before, after), *[(0, 0)] * (x_RE.ndim - 2)])
@@ -128,15 +128,3 @@ def around(
         if behind > 0:
             parts.append(sent(x_RE[:, :behind], -hop))
     return jnp.concatenate(parts, axis=1)
-
-
-def received_frames(before: int, after: int, frames: int, ranks: int) -> int:
-    """Frames of a row that a rank receives in `around`. frames: of its own."""
-    if 2 * _hops(before, after, frames) > MOST_SENDS:
-        return frames * (ranks - 1)
-    return min(before, frames * (ranks - 1)) + min(after, frames * (ranks - 1))
-
-
-def _hops(before: int, after: int, frames: int) -> int:
-    """Distance to the farthest frames, in ranks."""
-    return -(-max(before, after) // frames)

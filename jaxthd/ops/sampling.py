@@ -115,17 +115,6 @@ def draw_with_log_probs(
     return jax.lax.cond(sampling.temperature > 0, drawn, likeliest_ones)
 
 
-def drawn_log_probs(
-    logits_nV: Float[Array, "n V"], tokens_n: Int32[Array, " n"], sampling: Sampling, axes: tuple[str, ...]
-) -> Float[Array, " n"]:
-    """The log-probabilities of given tokens under what draws them (Drawn.drawn_log_probs), in the logits'
-    dtype; -inf for a token that is not kept. The temperature is above 0.
-    """
-    scaled_nV = _scaled(logits_nV, sampling.temperature, axes)
-    kept_nV = jnp.where(kept(scaled_nV, sampling, axes), scaled_nV, -jnp.inf)
-    return _entry(kept_nV, tokens_n, axes) - _log_sum(kept_nV, axes)
-
-
 def kept(scaled_nV: Float[Array, "n V"], sampling: Sampling, axes: tuple[str, ...]) -> Bool[Array, "n V"]:
     """Mask of entries that top_k and top_p keep. scaled_nV: logits / temperature, where the highest is 0."""
     order_nV = _order(scaled_nV.astype(jnp.float32))

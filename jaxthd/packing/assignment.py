@@ -236,7 +236,8 @@ def _evened_out(
     ranks, documents = len(whole), [i for of_rank in whole for i in of_rank]
     at = np.repeat(np.arange(ranks), [len(of_rank) for of_rank in whole])
     # Behind the documents, one that is nothing for each rank: an exchange for it is a move.
-    slots, work = (np.array([*x, *[0] * ranks], np.int64) for x in _columns(sizes, documents))
+    columns = [sizes[i].slots for i in documents], [sizes[i].work for i in documents]
+    slots, work = (np.array([*x, *[0] * ranks], np.int64) for x in columns)
     at, room = np.append(at, np.arange(ranks)), np.array(free)
     load = np.bincount(at, work, ranks).astype(np.int64)
     for _ in range(EXCHANGES):
@@ -260,7 +261,3 @@ def _evened_out(
             at[theirs[j]] = busiest
     by_rank = (np.flatnonzero(at[: len(documents)] == rank) for rank in range(ranks))
     return tuple(tuple(documents[n] for n in of_rank) for of_rank in by_rank)
-
-
-def _columns(sizes: Sequence[Size], documents: Sequence[int]) -> tuple[list[int], list[int]]:
-    return [sizes[i].slots for i in documents], [sizes[i].work for i in documents]

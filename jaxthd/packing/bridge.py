@@ -18,6 +18,7 @@ from jaxthd.errors import UserError
 from jaxthd.packing.assignment import Shares, Size
 from jaxthd.packing.balance import order_documents
 from jaxthd.packing.batch import Batch, concatenate_rows
+from jaxthd.packing.from_padded import packed_from_padded
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import TokenArrays, laid_out
 from jaxthd.packing.thd_view import ABSENT, cumulative, stack_filled
@@ -123,18 +124,13 @@ def thd_batch(
     arrays = {"input_ids": inputs, "labels": labels, "position_ids": batch.positions}
     out = {name: np.zeros((len(x), tokens, *x.shape[2:]), x.dtype) for name, x in arrays.items()}
     out["labels"][:] = ignored_label
-    out["padding_mask"] = np.ones((len(slots), tokens), bool)
     for row, of_row in enumerate(slots):
         for start, at in zip(cumulative(padded[row]), of_row, strict=False):
             for name, x in arrays.items():
                 out[name][row, start : start + len(at)] = x[row, at]
-            out["padding_mask"][row, start : start + len(at)] = False
-    out |= {
-        "cu_seqlens": stack_filled([cumulative(lengths) for lengths in real]),
-        "cu_seqlens_padded": stack_filled([cumulative(lengths) for lengths in padded]),
-        "max_seqlen": np.array([lengths.max(initial=0) for lengths in padded], np.int32),
-    }
-    return {**{name: np.asarray(x[0]) if len(x) == 1 else x for name, x in out.items()}, "qkv_format": "thd"}
+    for name, of_rows in (("seq_lens", real), ("seq_lens_padded", padded)):
+        out[name] = stack_filled([lengths.astype(np.int32) for lengths in of_rows])
+    return packed_from_padded(out, len(slots))
 
 
 def _given(batch: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -17,9 +17,8 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Int32
 
+from jaxthd.packing.intervals import Divided
 from jaxthd.packing.layout import DualChunkSwap
-from jaxthd.packing.rectangles import DocumentCut, document_rectangle, intervals_of_steps, ring_sources
-from jaxthd.packing.windows import make_windowed
 
 Segments = Any
 """packing/segments.py's, which imports this file."""
@@ -182,35 +181,25 @@ def _narrow(
     """One of CutDocuments.narrow. ids: 0 but in cut documents."""
     rank, ranks = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
     at = CutSlot(*(x[:, :width] for x in at))
-    of_cut = make(ids_RT[:, :width], positions_RT[:, :width], axis=None)
-    remaining_RS, valid_RS = (x.reshape(-1, width) for x in (of_cut.remaining, of_cut.valid))
-    stop_RS = jnp.arange(1, width + 1, dtype=jnp.int32) + remaining_RS
-    document = DocumentCut(at.start, at.chunk)
-    sources = ring_sources(rank, ranks)
-    rectangle = partial(document_rectangle, document, rank, stop_RT=stop_RS)
-    remote = intervals_of_steps(rectangle, sources, valid_RS, of_cut.block)
+    ids_RS, positions_RS = ids_RT[:, :width], positions_RT[:, :width]
+    divided = Divided(DualChunkSwap(ranks), at.start, at.chunk)
+    first, second = divided.swap.chunks(rank)
+    begin_RS = ranks * at.start
+    index_RS = begin_RS + jnp.where(at.is_second, second, first) * at.chunk + at.offset
+    of_cut = make(ids_RS, positions_RS, axis=None)
+    seen = partial(divided.seen, rank, end_RT=index_RS + 1, is_real_RT=ids_RS > 0, block=of_cut.block)
     windowed = None
     if window is not None:
-        index_of = partial(_index, at, DualChunkSwap(ranks))
-        of_window = positions_RT[:, :width], index_of, (rank, sources), of_cut.block
-        windowed = make_windowed(window, of_cut.local, remote, None, *of_window)
+        windowed = seen(jnp.maximum(begin_RS, index_RS - (window - 1))), None
     return replace(
         of_cut,
-        remote=remote,
+        keys=seen(begin_RS),
         axis=axis,
         context=ranks,
         layout="whole",
         documents=most_cut,
         windowed=windowed,
     )
-
-
-def _index(at: CutSlot, swap: DualChunkSwap, rank: Array | int) -> Int32[Array, "R S"]:
-    """The index in the row of cut documents' slots on a rank; beyond all of these for others."""
-    first, second = swap.chunks(rank)
-    number_RS = jnp.where(at.is_second, second, first)
-    index_RS = swap.ranks * at.start + number_RS * at.chunk + at.offset
-    return jnp.where(at.is_cut, index_RS, swap.ranks * at.is_cut.shape[1])
 
 
 def _chunk_ends(slots: CutSlots) -> tuple[Int32[Array, "R K_2"], Int32[Array, "R K_2"]]:

@@ -20,9 +20,7 @@ those of rank 1; on each rank, too, tokens lie in document order. `cuts`, the le
 chunks, tells all of this; packing/assignment.py chooses it.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from math import lcm
 from typing import Any, Literal
 
 import numpy as np
@@ -51,10 +49,6 @@ class DualChunkSwap:
     def chunks(self, rank: Any) -> tuple[Any, Any]:
         """A rank's first and second chunk."""
         return rank, 2 * self.ranks - 1 - rank
-
-    def holder(self, chunk: Any) -> Any:
-        """The rank that holds a chunk (not traced)."""
-        return np.minimum(chunk, 2 * self.ranks - 1 - chunk)
 
     def before(self, rank: Any, distance: int = 1) -> tuple[Any, Any]:
         """The ranks whose first chunk lies `distance` before this one's first, and whose second before its
@@ -109,7 +103,7 @@ class DualChunkSwap:
             bad = int(np.flatnonzero(lengths % unit)[0])
             raise ValueError(
                 f"document {bad} takes {int(lengths[bad])} tokens, not a multiple of 2 * context = {unit}; "
-                "round every document up (padded_lengths)"
+                "round every document up (thd_view, thd_batch)"
             )
         held = [np.empty(0, np.int32)]
         for start, tokens in zip(cu_seqlens[:-1], lengths // unit, strict=True):
@@ -199,30 +193,9 @@ class ContextLayout:
         ids = (segment_ids if document_ids is None else document_ids)[order]
         return [order[ids == document] for document in range(1, ids.max() + 1)]
 
-    def owners(self, segment_ids: Int[np.ndarray, " T"], cuts: Cuts | None = None) -> Int[np.ndarray, " T"]:
-        """The rank that holds each token of a row in document order. Otherwise as permutation."""
-        return self.inverse(segment_ids, cuts) * self.ranks // len(segment_ids)
-
 
 def inverse_permutation(perm: Int[np.ndarray, " length"]) -> Int32[np.ndarray, " length"]:
     """The permutation that undoes `perm`: original = permuted[inverse], int32 [length]."""
     inverse = np.empty(len(perm), np.int32)
     inverse[perm] = np.arange(len(perm), dtype=np.int32)
     return inverse
-
-
-def padded_lengths(lengths: Sequence[int], context: int, tensor: int) -> list[int]:
-    """Lengths after padding for documents that are cut by themselves and split over `tensor` ranks.
-
-    Each document is rounded up to a multiple of 2 * context (context 1: left as it is), then the last one
-    grows until the total divides by `tensor`, staying a multiple of 2 * context. [11, 5]: context 2 gives
-    [12, 8], tensor 3 gives [11, 7]; [5, 5] with context 2 and tensor 6 gives [8, 16].
-    Raises ValueError when context or tensor is below 1.
-    """
-    if context < 1 or tensor < 1:
-        raise ValueError(f"context and tensor must be at least 1, got {context} and {tensor}")
-    unit = 2 * context if context > 1 else 1
-    padded = [-(-n // unit) * unit for n in lengths]
-    if padded:
-        padded[-1] += -sum(padded) % lcm(unit, tensor)
-    return padded

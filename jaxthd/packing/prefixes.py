@@ -13,18 +13,16 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 from jaxtyping import Int32
 
-from jaxthd.packing.intervals import KeyIntervals, intervals_of_rows
+from jaxthd.packing.intervals import Divided, SeenKeys
 
 
 class Prefixes(NamedTuple):
     """The prefixes of this rank's rows. All numbers are equal on all context ranks but those by token.
 
-    local: the keys of the token's prefix on this rank: all of them, none is later than the token.
-    remote: the same for the keys of other context ranks, as Segments.remote has them.
+    keys: the keys of the token's prefix: all of them, none is later than the token.
     of_token: the prefix that the token's segment continues, row * P + its number in the row; or -1.
     of_segment: the same for each segment; -1 also where there is no segment.
     begin, length: of each segment: the index in its row of the first token, and the number of its tokens.
@@ -32,8 +30,7 @@ class Prefixes(NamedTuple):
         prefix.
     """
 
-    local: KeyIntervals
-    remote: KeyIntervals | None
+    keys: SeenKeys
     of_token: Int32[Array, " N"]
     of_segment: Int32[Array, "R D"]
     begin: Int32[Array, "R D"]
@@ -41,11 +38,26 @@ class Prefixes(NamedTuple):
     first: Int32[Array, "R P"]
     last: Int32[Array, "R P"]
 
+    def of_tokens(self, x_RP: Int32[Array, "R P"]) -> Int32[Array, " N"]:
+        """The numbers of each token's prefix; any number for a token without one."""
+        return x_RP.reshape(-1)[jnp.maximum(self.of_token, 0)]
+
+    def in_window(
+        self, window: int, positions_RT: Int32[Array, "R T"], divided: Divided, rank: Array | int, block: int
+    ) -> SeenKeys:
+        """The keys within `window` tokens, as if the segment's tokens followed the prefix's last one.
+
+        positions, divided, rank, block: as for `keys`.
+        """
+        shape = positions_RT.shape
+        first_RT, last_RT = (self.of_tokens(x).reshape(shape) for x in (self.first, self.last))
+        nearest_RT = jnp.maximum(first_RT, last_RT + 1 + positions_RT - (window - 1))
+        return divided.seen(rank, nearest_RT, last_RT + 1, self.of_token.reshape(shape) >= 0, block)
+
     @property
     def tokens_before(self) -> Int32[Array, " N"]:
         """The tokens of the prefix that each token's segment continues; 0 where it continues none."""
-        length_P = (self.last + 1 - self.first).reshape(-1)
-        return jnp.where(self.of_token >= 0, length_P[self.of_token], 0)
+        return jnp.where(self.of_token >= 0, self.of_tokens(self.last + 1 - self.first), 0)
 
     def first_tokens(self, number: int) -> Int32[Array, "R _"]:
         """The indices in their rows of the first `number` tokens of each segment that continues a prefix,
@@ -56,26 +68,12 @@ class Prefixes(NamedTuple):
         return jnp.where(exists_RDn, self.begin[..., None] + step, -1).reshape(len(self.begin), -1)
 
 
-class _Table(NamedTuple):
-    """One rank's facts of each segment, [..., R, D]; a neutral value where it holds none of its tokens.
-
-    first, stop: its slots in the row on that rank. begin, length: as in Prefixes. prefix: that segment's id,
-    or 0.
-    """
-
-    first: Array
-    stop: Array
-    begin: Array
-    length: Array
-    prefix: Array
-
-
 def make_prefixes(
     ids_RT: Int32[Array, "R T"],
     positions_RT: Int32[Array, "R T"],
     prefixes_RT: Int32[Array, "R T"],
     index_RT: Int32[Array, "R T"],
-    sources: Int32[Array | np.ndarray, " steps"],
+    divided: Divided,
     *,
     block: int,
     axis: str | None,
@@ -83,15 +81,24 @@ def make_prefixes(
 ) -> Prefixes:
     """Derives the prefixes; the first three arguments are as make_segments takes them.
 
-    index: in the row, of each token. sources: the context ranks whose keys `remote` is about. axis: of the
-    context ranks, with which tables of the segments are exchanged; None where the rows are whole.
+    index: in the row, of each token. divided: the buffer. axis: of the context ranks, which exchange what
+    they know of each segment; None where the rows are whole.
     """
     rows, most = len(ids_RT), max(1, documents // 2)
-    own = _table(ids_RT, positions_RT, prefixes_RT, index_RT, documents)
-    own_5RD = jnp.stack(own)
-    all_C = _Table(*(jax.lax.all_gather(own_5RD, axis, axis=1) if axis else own_5RD[:, None]))
-    begin_RD, length_RD, prefix_RD = all_C.begin.min(0), all_C.length.max(0), all_C.prefix.max(0)
     row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
+
+    def largest(x_RT: Array, least: int = 0) -> Array:
+        return jnp.full((rows, documents + 1), least, jnp.int32).at[row_R1, ids_RT].max(x_RT)[:, 1:]
+
+    of_segments = (
+        largest(positions_RT - index_RT, -jnp.iinfo(jnp.int32).max),
+        largest(positions_RT + 1),
+        largest(prefixes_RT),
+    )
+    if axis is not None:
+        of_segments = jax.lax.all_gather(jnp.stack(of_segments), axis).max(0)
+    before_RD, length_RD, prefix_RD = of_segments
+    begin_RD = -before_RD
     # Column 0 is for the segments without a prefix.
     is_prefix_RD = jnp.zeros((rows, documents + 1), bool).at[row_R1, prefix_RD].set(True)[:, 1:]
     number_RD = jnp.cumsum(is_prefix_RD, axis=1, dtype=jnp.int32) - 1
@@ -102,16 +109,10 @@ def make_prefixes(
     )
     own_number_RD = row_R1 * most + _at(number_RD, prefix_RD)
     of_segment_RD = jnp.where(prefix_RD > 0, own_number_RD, -1)
-
-    def keys_of(table: _Table) -> KeyIntervals:
-        lo_RT, hi_RT = (_at(x, prefixes_RT) for x in (table.first, table.stop))
-        return intervals_of_rows(lo_RT, hi_RT, prefixes_RT > 0, block)
-
+    begin_RT, length_RT = (_at(x, prefixes_RT) for x in (begin_RD, length_RD))
+    rank = 0 if axis is None else jax.lax.axis_index(axis)
     return Prefixes(
-        local=keys_of(own),
-        remote=jax.vmap(lambda source: keys_of(_Table(*(x[source] for x in all_C))))(sources)
-        if axis
-        else None,
+        keys=divided.seen(rank, begin_RT, begin_RT + length_RT, prefixes_RT > 0, block),
         of_token=jnp.where(ids_RT > 0, _at(of_segment_RD, ids_RT), -1).reshape(-1),
         of_segment=of_segment_RD,
         begin=begin_RD,
@@ -124,23 +125,3 @@ def make_prefixes(
 def _at(x_RD: Array, ids: Array) -> Array:
     """The values of the segments with these ids [R, any]; any value for id 0."""
     return jnp.take_along_axis(x_RD, jnp.maximum(ids - 1, 0), axis=1)
-
-
-def _table(ids_RT: Array, positions_RT: Array, prefixes_RT: Array, index_RT: Array, documents: int) -> _Table:
-    rows, tokens = ids_RT.shape
-    row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
-    slot_RT = jnp.broadcast_to(jnp.arange(tokens, dtype=jnp.int32), ids_RT.shape)
-
-    def least(x_RT: Array, beyond: int) -> Array:
-        return jnp.full((rows, documents + 1), beyond, jnp.int32).at[row_R1, ids_RT].min(x_RT)[:, 1:]
-
-    def most(x_RT: Array) -> Array:
-        return jnp.zeros((rows, documents + 1), jnp.int32).at[row_R1, ids_RT].max(x_RT)[:, 1:]
-
-    return _Table(
-        first=least(slot_RT, tokens),
-        stop=most(slot_RT + 1),
-        begin=least(index_RT - positions_RT, jnp.iinfo(jnp.int32).max),
-        length=most(positions_RT + 1),
-        prefix=most(prefixes_RT),
-    )

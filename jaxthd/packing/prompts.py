@@ -11,7 +11,7 @@ Legend: R rows, D most documents of a row (a multiple of the context axis), n do
 decodes: R * D over the context axis, or as many as there are places.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -49,9 +49,8 @@ def find_prompts(
         of a document counts.
     Raises ValueError for answers that share their prompt's slots: decoding does not go on from these.
     """
-    rows = len(batch.tokens)
-    entries = -(-max_documents // layout.ranks) * layout.ranks
-    ends = PromptEnds(*np.full((2, rows, entries), -1, np.int32))
+    ends = _no_ends(batch, layout, max_documents)
+    rows, entries = ends.first.shape
     answers: list[list[int]] = [[] for _ in range(rows * entries)]
     for row, document, order, slots in _documents(batch, layout):
         supervised, targets = (x[row][order][slots] for x in (batch.weights, batch.targets))
@@ -65,12 +64,16 @@ def find_prompts(
 
 def whole_prompts(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
     """The ends of a host batch's documents, each taken as a prompt. Arguments, errors: as in find_prompts."""
-    ends = PromptEnds(
-        *np.full((2, len(batch.tokens), -(-max_documents // layout.ranks) * layout.ranks), -1, np.int32)
-    )
+    ends = _no_ends(batch, layout, max_documents)
     for row, document, _, slots in _documents(batch, layout):
         ends.first[row, document], ends.last[row, document] = slots[0], slots[-1]
     return ends
+
+
+def _no_ends(batch: Batch, layout: ContextLayout, max_documents: int) -> PromptEnds:
+    """Room for the ends of a host batch's documents."""
+    entries = -(-max_documents // layout.ranks) * layout.ranks
+    return PromptEnds(*np.full((2, len(batch.tokens), entries), -1, np.int32))
 
 
 def _documents(
@@ -137,6 +140,14 @@ class Now(NamedTuple):
     positions: Int32[Array, " n"]
     active: Bool[Array, " n"]
     order: Int32[Array, " n"] | None
+
+    def of_prompts(self, attend: Callable[[Array], tuple[Array, Array]], q_nHd: Array) -> tuple[Array, Array]:
+        """attend(queries in the order of the prompts' keys), two arrays [n, ...], in the documents' order."""
+        if self.order is None:
+            return attend(q_nHd)
+        back_n = jnp.argsort(self.order)
+        out, lse = attend(q_nHd[self.order])
+        return out[back_n], lse[back_n]
 
 
 def make_prompts(

@@ -20,11 +20,9 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from jaxthd.packing.cuts import CutDocuments, keeping_documents
-from jaxthd.packing.intervals import KeyIntervals, intervals_of_rows
+from jaxthd.packing.intervals import Divided, KeyIntervals, SeenKeys, intervals_of_rows
 from jaxthd.packing.layout import DualChunkSwap, LayoutKind
 from jaxthd.packing.prefixes import Prefixes, make_prefixes
-from jaxthd.packing.rectangles import buffer_rectangle, intervals_of_steps, ring_sources
-from jaxthd.packing.windows import Windowed, make_windowed
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,7 @@ class Segments:
     positions: the token's index in its document; 0 in padding. A token of position j or more may look j
         tokens back; that is all that convolution and scan need.
     remaining: tokens of the document after this one, on this rank.
-    local: the keys on this rank that each token's attention sees (causal).
-    remote: the same for the keys of the other context ranks: arrays with a first dim of C - 1 ring steps
-        (ring_sources). None on one rank.
+    keys: the keys that each token's attention sees (causal).
     whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
     cut: None but under the layout "whole" on several ranks; there attention, convolution and scan read it in
         place of what else is here, which is about documents that stay on this rank.
@@ -47,14 +43,14 @@ class Segments:
     documents: the most documents in a row; None where that is not known. Fused attention needs it.
     uniform_program: all ranks of the mesh run this program at the same time. Where they do not, in pipeline
         stages, no collective may name ranks of other stages. ppermute names all ranks, so it is not used.
-    windowed: the keys that attention in a window sees; None for a model without such layers.
+    windowed: the keys that attention in a window sees, of the document and of its prefix (None without
+        prefixes). None for a model without such layers.
     """
 
     ids: Int32[Array, " N"]
     positions: Int32[Array, " N"]
     remaining: Int32[Array, " N"]
-    local: KeyIntervals
-    remote: KeyIntervals | None
+    keys: SeenKeys
     whole: KeyIntervals
     prefixes: Prefixes | None
     cut: CutDocuments | None
@@ -65,17 +61,11 @@ class Segments:
     layout: LayoutKind
     documents: int | None
     uniform_program: bool
-    windowed: Windowed | None = None
+    windowed: tuple[SeenKeys, SeenKeys | None] | None = None
 
     @property
     def valid(self) -> Bool[Array, " N"]:
         return self.ids > 0
-
-    @property
-    def keys_by_step(self) -> list[KeyIntervals]:
-        """local, then each of `remote`."""
-        remote = [] if self.remote is None else zip(*self.remote, strict=True)
-        return [self.local, *(KeyIntervals(*x) for x in remote)]
 
     @property
     def sequence_positions(self) -> Int32[Array, " N"]:
@@ -88,11 +78,10 @@ class Segments:
         attention cannot use them.
         """
         assert self.windowed is not None
-        local, remote, prefix_local, prefix_remote = self.windowed
-        prefixes = self.prefixes
-        if prefixes is not None and prefix_local is not None:
-            prefixes = prefixes._replace(local=prefix_local, remote=prefix_remote)
-        return replace(self, local=local, remote=remote, prefixes=prefixes, documents=None, windowed=None)
+        (keys, of_prefix), prefixes = self.windowed, self.prefixes
+        if prefixes is not None and of_prefix is not None:
+            prefixes = prefixes._replace(keys=of_prefix)
+        return replace(self, keys=keys, prefixes=prefixes, documents=None, windowed=None)
 
     @property
     def for_mixers(self) -> "Segments":
@@ -130,17 +119,14 @@ class Segments:
         """Positions among this rank's N tokens of the given indices in their rows, [R * D]; -1 for -1, and
         for tokens of other ranks.
         """
-        tokens = self.row_length
-        local_RD, here_RD = index_RD, index_RD >= 0
+        tokens, rank = self.row_length, jax.lax.axis_index(self.axis) if self.axis else 0
         if self.cut is not None:
             rank_RD, local_RD = self.cut.slots.slot(self.swap, jnp.maximum(index_RD, 0), tokens)
-            here_RD = rank_RD == jax.lax.axis_index(self.axis)
-        elif self.axis is not None and self.context > 1:
-            length = tokens // 2
-            first, second = self.swap.chunks(jax.lax.axis_index(self.axis))
-            chunk_RD = index_RD // length
-            here_RD = (chunk_RD == first) | (chunk_RD == second)
-            local_RD = index_RD % length + jnp.where(chunk_RD == first, 0, length)
+            here_RD = rank_RD == rank
+        else:
+            below = partial(Divided.of_buffer(self.context, tokens).below, rank)
+            local_RD = below(index_RD)
+            here_RD = below(index_RD + 1) > local_RD
         local_RD = local_RD + tokens * jnp.arange(self.rows, dtype=jnp.int32)[:, None]
         return jnp.where(here_RD & (index_RD >= 0), local_RD, -1).reshape(-1)
 
@@ -192,8 +178,7 @@ def make_segments(
     `documents`.
 
     Under either layout the local order of tokens is their document order. So a document's tokens on one rank
-    are one run, and what a token sees of a rank is an interval of the document's run there. On this rank the
-    run is where the id stays the same; on another rank it is told by the Rectangle.
+    are one run, and what a token sees of a rank is an interval of the document's run there (intervals.py).
     """
     rows, tokens = ids_RT.shape
     ranks = jax.lax.axis_size(axis) if axis else 1
@@ -202,32 +187,31 @@ def make_segments(
         make = partial(make_segments, block=block, documents=documents, uniform_program=uniform_program)
         given = ids_RT, positions_RT, prefixes_RT, cuts_RK
         return keeping_documents(make, *given, axis=axis, alike=alike, window=window)
-    _require(prefixes_RT is None or documents is not None, is_divided=ranks == 1 or not tokens % 2)
+    if ranks > 1 and tokens % 2:
+        raise ValueError("an odd number of tokens of a row on a rank; context > 1 needs two chunks of them")
+    if prefixes_RT is not None and documents is None:
+        raise ValueError("documents is None; expected the most segments of a row with prefixes: give it")
     slot_T = jnp.arange(tokens, dtype=jnp.int32)
-    first_RT, stop_RT = _local_runs(ids_RT)
-    sources = ring_sources(rank, ranks)
-    remote = None
-    if ranks > 1:
-        swap = DualChunkSwap(ranks)
-        begin_RT = _row_index(swap, rank, tokens // 2) - positions_RT
-        rectangle = partial(buffer_rectangle, swap, rank, begin_RT=begin_RT, stop_RT=stop_RT)
-        remote = intervals_of_steps(rectangle, sources, ids_RT > 0, block)
-    intervals = partial(intervals_of_rows, is_real_RT=ids_RT > 0, block=block)
-    index_of = partial(_indices, ids_RT.shape, ranks)
+    divided = Divided.of_buffer(ranks, tokens)
+    index_T = slot_T if ranks == 1 else _row_index(divided.swap, rank, tokens // 2)
+    index_RT = jnp.broadcast_to(index_T, ids_RT.shape)
+    begin_RT, is_real_RT, stop_RT = index_RT - positions_RT, ids_RT > 0, _stops(ids_RT)
+    seen = partial(divided.seen, rank, is_real_RT=is_real_RT, block=block)
     prefixes = None
     if prefixes_RT is not None and documents is not None:
-        given = ids_RT, positions_RT, prefixes_RT, index_of(rank)
-        context_axis = axis if ranks > 1 else None
-        prefixes = make_prefixes(*given, sources, block=block, axis=context_axis, documents=documents)
-    local = intervals(first_RT, slot_T + 1)
-    of_window = local, remote, prefixes, positions_RT, index_of, (rank, sources), block
+        of_tokens, over = (ids_RT, positions_RT, prefixes_RT, index_RT), axis if ranks > 1 else None
+        prefixes = make_prefixes(*of_tokens, divided, block=block, axis=over, documents=documents)
+    windowed = None
+    if window is not None:
+        nearest_RT = jnp.maximum(begin_RT, index_RT - (window - 1))
+        of_prefix = prefixes and prefixes.in_window(window, positions_RT, divided, rank, block)
+        windowed = seen(nearest_RT, index_RT + 1), of_prefix
     return Segments(
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),
         remaining=(stop_RT - 1 - slot_T).reshape(-1),
-        local=local,
-        remote=remote,
-        whole=intervals(first_RT, stop_RT),
+        keys=seen(begin_RT, index_RT + 1),
+        whole=intervals_of_rows(divided.below(rank, begin_RT), stop_RT, is_real_RT, block),
         prefixes=prefixes,
         cut=None,
         rows=rows,
@@ -237,15 +221,8 @@ def make_segments(
         layout=layout,
         documents=documents,
         uniform_program=uniform_program,
-        windowed=None if window is None else make_windowed(window, *of_window),
+        windowed=windowed,
     )
-
-
-def _require(has_documents: bool, *, is_divided: bool) -> None:
-    if not is_divided:
-        raise ValueError("an odd number of tokens of a row on a rank; context > 1 needs two chunks of them")
-    if not has_documents:
-        raise ValueError("documents is None; expected the most segments of a row with prefixes: give it")
 
 
 def segments_of(
@@ -271,24 +248,12 @@ def segments_of(
     )
 
 
-def _local_runs(ids_RT: Array) -> tuple[Array, Array]:
-    """(first slot of the token's document on this rank, one past its last), [R, T]; of the run of padding
-    there."""
+def _stops(ids_RT: Array) -> Int32[Array, "R T"]:
+    """One past the last slot of each token's document on this rank; of padding, of its run."""
     tokens = ids_RT.shape[1]
-    slot_T = jnp.arange(tokens, dtype=jnp.int32)
-    change_RT = ids_RT[:, 1:] != ids_RT[:, :-1]
-    begins_RT = jnp.pad(change_RT, ((0, 0), (1, 0)), constant_values=True)
-    ends_RT = jnp.pad(change_RT, ((0, 0), (0, 1)), constant_values=True)
-    first_RT = jax.lax.cummax(jnp.where(begins_RT, slot_T, 0), axis=1)
-    stop_RT = jax.lax.cummin(jnp.where(ends_RT, slot_T + 1, tokens), axis=1, reverse=True)
-    return first_RT, stop_RT
-
-
-def _indices(shape: tuple[int, ...], ranks: int, rank: Array | int) -> Int32[Array, "R T"]:
-    """The index in the row of each of this rank's tokens. shape: (R, T)."""
-    tokens, swap = shape[1], DualChunkSwap(ranks)
-    index_T = _row_index(swap, rank, tokens // 2) if ranks > 1 else jnp.arange(tokens, dtype=jnp.int32)
-    return jnp.broadcast_to(index_T, shape)
+    ends_RT = jnp.pad(ids_RT[:, 1:] != ids_RT[:, :-1], ((0, 0), (0, 1)), constant_values=True)
+    stop_RT = jnp.where(ends_RT, jnp.arange(1, tokens + 1, dtype=jnp.int32), tokens)
+    return jax.lax.cummin(stop_RT, axis=1, reverse=True)
 
 
 def _row_index(swap: DualChunkSwap, rank: Array | int, chunk: int) -> Array:

@@ -371,27 +371,13 @@ def scan_stack(
     return jax.lax.scan(rematerialized(step, remat, state), carry, state, unroll=unroll)
 
 
-def weight_decay_mask(state: Any) -> Any:
-    """A nested dict of bools, True for weight matrices (Init.normal, Init.matrix): these get weight decay."""
-    return _metadata(state, "decayed")
+def metadata(state: Any, name: str) -> Any:
+    """A nested dict of what the variables say under `name`.
 
-
-def projection_mask(state: Any) -> Any:
-    """A nested dict of bools, True for matrices that the model multiplies activations by (Init.matrix)."""
-    return _metadata(state, "projects")
-
-
-def cast_mask(state: Any) -> Any:
-    """A nested dict of bools, True for matrices that are used in the compute dtype alone, and once."""
-    return _metadata(state, "cast")
-
-
-def stacked_dims(state: Any) -> Any:
-    """A nested dict of the number of leading dims that stack parameters of layers, depths or experts: each
-    index of these dims is a parameter by itself.
+    decayed: whether it is a weight matrix (Init.normal, Init.matrix), which gets weight decay.
+    projects: whether the model multiplies activations by it (Init.matrix).
+    cast: whether it is used in the compute dtype alone, and once.
+    stacked: the number of leading dims that stack parameters of layers, depths or experts: each index of
+        these dims is a parameter by itself.
     """
-    return _metadata(state, "stacked")
-
-
-def _metadata(state: Any, name: str) -> Any:
     return nnx.to_pure_dict(jax.tree.map(lambda v: v.get_metadata(name), state, is_leaf=_is_variable))

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
-from jaxthd.parallel.pipeline_tick import Carry, RankTick, Tick, add, over_first_dim, slots_of, zeros
-from jaxthd.parallel.schedule import Schedule
+from jaxthd.parallel.pipeline_tick import Carry, RankTick, add, over_first_dim, slots_of, zeros
+from jaxthd.parallel.schedule import Schedule, Tick
 
 
 class Accumulated(NamedTuple):
@@ -30,13 +30,6 @@ class Accumulated(NamedTuple):
     gradients: PipelinedParams
     state: Tree
     extra: Tree
-    out: Tree
-
-
-class _ScoreCarry(NamedTuple):
-    """The carry of `score`. out: the second results of `leave`, leaves [microbatches, ...]."""
-
-    arrived: Array
     out: Tree
 
 
@@ -67,7 +60,7 @@ def accumulate(
         arrived, returned = run.send(y, 1), run.send(dx, -1)
         return carry._replace(arrived=arrived, returned=returned, gradients=gradients), None
 
-    end, _ = jax.lax.scan(tick, run.start(), Tick.all_of(schedule))
+    end, _ = jax.lax.scan(tick, run.start(), schedule.table)
     return Accumulated(end.share, end.gradients, end.state, end.extra, end.out)
 
 
@@ -81,18 +74,18 @@ def score(
     run = RankTick(model, schedule, params, state, batches)
     out_like = jax.eval_shape(lambda x: model.leave(params.leave, x, None, run.batch(0))[1], run.x_like)
 
-    def tick(carry: _ScoreCarry, at: Tick) -> tuple[_ScoreCarry, None]:
-        at = at.on(run.rank)
-        x, *_ = run.enter_if(at.enter, state)
-        x = jnp.where(run.is_first(at.forward.chunk), x, carry.arrived)
-        y, _ = run.stage_if(at.forward, x)
+    def tick(carry: tuple[Array, Tree], at: Tick) -> tuple[tuple[Array, Tree], None]:
+        at, (arrived, outs) = at.on(run.rank), carry
+        x, *_ = run.enter_if(at.enter, state, keeps=False)
+        x = jnp.where(run.is_first(at.forward.chunk), x, arrived)
+        y, *_ = run.stage_if(at.forward, x, keeps=False)
         out = run.leave_if(at.leave, jnp.where(run.is_last(at.forward.chunk), y, 0), out_like)
         where = jnp.where(at.leave >= 0, at.leave, schedule.microbatches)
-        outs = jax.tree.map(lambda all_, o: all_.at[where].set(o, mode="drop"), carry.out, out)
-        return _ScoreCarry(run.send(y, 1), outs), None
+        outs = jax.tree.map(lambda all_, o: all_.at[where].set(o, mode="drop"), outs, out)
+        return (run.send(y, 1), outs), None
 
-    start = _ScoreCarry(zeros(run.x_like), slots_of(schedule.microbatches, out_like))
-    return jax.lax.scan(tick, start, Tick.all_of(schedule))[0].out
+    start = zeros(run.x_like), slots_of(schedule.microbatches, out_like)
+    return jax.lax.scan(tick, start, schedule.table)[0][1]
 
 
 def _one_stage(

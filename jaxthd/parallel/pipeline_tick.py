@@ -13,59 +13,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
-from jaxthd.parallel.schedule import Schedule
+from jaxthd.parallel.schedule import Schedule, Tick, Work
 from jaxthd.parallel.stage_passes import EnterPasses, StagePasses
-
-
-class Pass(NamedTuple):
-    """A forward or backward pass of a stage: arrays [ranks], or scalars for one rank; -1 where a rank idles.
-
-    slot: where what the stage keeps lies from its forward pass to its backward pass.
-    """
-
-    microbatch: Array
-    chunk: Array
-    slot: Array
-
-
-class Tick(NamedTuple):
-    """One tick of the schedule.
-
-    enter, leave, back: the microbatch that enters the first stage, leaves the last stage, or finishes its
-        backward pass through the first stage; -1 for none.
-    """
-
-    forward: Pass
-    backward: Pass
-    enter: Array
-    leave: Array
-    back: Array
-
-    @classmethod
-    def all_of(cls, schedule: Schedule) -> "Tick":
-        """Every tick of the schedule, for a scan over the first dim of the leaves."""
-        forward, backward = schedule.forward, schedule.backward
-
-        def table(x: np.ndarray) -> Array:
-            return jnp.asarray(x, jnp.int32)
-
-        return cls(
-            forward=Pass(*map(table, forward)),
-            backward=Pass(*map(table, backward)),
-            enter=table(schedule.enter),
-            leave=table(schedule.leave),
-            back=table(schedule.back),
-        )
-
-    def on(self, rank: Array | int) -> "Tick":
-        """This tick with the passes of one rank only."""
-        forward, backward = (Pass(*(x[rank] for x in of_all)) for of_all in (self.forward, self.backward))
-        return self._replace(forward=forward, backward=backward)
 
 
 class Carry(NamedTuple):
@@ -179,6 +132,7 @@ class RankTick:
     # --- the parts of a tick ---
 
     def start(self) -> Carry:
+        """The carry before the first tick."""
         schedule = self._schedule
         share, out = jax.eval_shape(
             partial(self._model.leave, self._params.leave), self.x_like, self.bypass_like, self.batch(0)
@@ -198,12 +152,12 @@ class RankTick:
 
     def forward(self, carry: Carry, at: Tick) -> tuple[Carry, Array]:
         """Runs enter and a stage's forward pass. Also returns the stage's output."""
-        x, bypass, state, entered = self._enter_if(at.enter, carry.state)
+        x, bypass, state, entered = self.enter_if(at.enter, carry.state, keeps=True)
         bypass = self._put(carry.bypass, at.enter, bypass)
         entered = self._put(carry.entered, at.enter, entered)
         micro, chunk, slot = at.forward
         x = jnp.where(self.is_first(chunk), x, carry.arrived)
-        y, extra, kept = self._stage_if(at.forward, x)
+        y, extra, kept = self.stage_if(at.forward, x, keeps=True)
         slot = jnp.where(micro >= 0, slot, self._schedule.slots)
         kept = jax.tree.map(lambda all_, k: all_.at[slot].set(k, mode="drop"), carry.kept, kept)
         share = carry.share + jnp.where(micro >= 0, self._extra_share(extra), 0)
@@ -216,24 +170,38 @@ class RankTick:
         """Runs leave and its gradient. Also returns the gradients of leave's parameters and of y."""
         y = jnp.where(self.is_last(at.forward.chunk), y, 0)
         bypass = self._taken(carry.bypass, at.leave)
-        share, out, dleave, dy, dbypass = self.leave_gradient_if(at.leave, y, bypass)
+        share, out, dleave, dy, dbypass = self._leave_gradient_if(at.leave, y, bypass)
         share, out = carry.share + share, add(carry.out, out)
         bypass = self._put(carry.bypass, at.leave, dbypass)
         return carry._replace(bypass=bypass, share=share, out=out), dleave, dy
 
+    @jax.named_scope("stage_gradient")
     def backward(self, carry: Carry, at: Tick, dy: Array) -> tuple[Tree, Array]:
-        """A stage's backward pass: the gradients of its parameters and of its input.
+        """A stage's backward pass: the gradients of its parameters and of its input; 0 where the rank idles.
 
         dy: the gradient of the last stage's output, which only the last stage uses.
         """
-        dy = jnp.where(self.is_last(at.backward.chunk), dy, carry.returned)
-        kept = jax.tree.map(lambda all_: all_[jnp.maximum(at.backward.slot, 0)], carry.kept)
-        return self._stage_gradient_if(at.backward, kept, dy)
+        micro, chunk, slot = at.backward
+        dy = jnp.where(self.is_last(chunk), dy, carry.returned)
+        kept = jax.tree.map(lambda all_: all_[jnp.maximum(slot, 0)], carry.kept)
+        return _if(
+            micro >= 0,
+            lambda: self._passes.backward(jnp.maximum(chunk, 0), kept, dy, self.batch(micro)),
+            (self._params.stage, dy),
+        )
 
+    @jax.named_scope("enter_gradient")
     def enter_gradient(self, carry: Carry, at: Tick, dx: Array) -> Tree:
         """The gradient of enter's parameters. dx: the gradient of the input of this rank's stage."""
+        if not jax.tree.leaves(self._params.enter):
+            return self._params.enter
         dx = jnp.where(self.is_first(at.backward.chunk), dx, 0)
-        return self._enter_gradient_if(carry, at.back, dx)
+        entered, dbypass = self._taken(carry.entered, at.back), self._taken(carry.bypass, at.back)
+        return _if(
+            at.back >= 0,
+            lambda: self._entering.gradient(entered, dx, dbypass, self.batch(at.back)),
+            self._params.enter,
+        )
 
     def _put(self, slots: Tree, micro: Array, found: Tree) -> Tree:
         """Puts what belongs to a microbatch in flight into its slot; -1 for none."""
@@ -247,88 +215,44 @@ class RankTick:
     # --- the three functions, which run where the schedule asks for them and give zeros elsewhere ---
 
     @jax.named_scope("enter")
-    def enter_if(self, micro: Array, state: Tree) -> tuple[Array, Tree, Tree]:
-        def run() -> tuple[Array, Tree, Tree]:
-            return self._model.enter(self._params.enter, state, self.batch(micro))
-
-        idle = zeros((self.x_like, self.bypass_like))
-        return jax.lax.cond(micro >= 0, run, lambda: (*idle, state))
-
-    @jax.named_scope("enter")
-    def _enter_if(self, micro: Array, state: Tree) -> tuple[Array, Tree, Tree, Tree]:
-        """As enter_if, and what is kept for the gradient."""
+    def enter_if(self, micro: Array, state: Tree, *, keeps: bool) -> tuple[Array, Tree, Tree, Tree]:
+        """The results of enter, and what is kept for its gradient; () without `keeps`."""
 
         def run() -> tuple[Array, Tree, Tree, Tree]:
-            return self._entering.forward(state, self.batch(micro))
+            if keeps:
+                return self._entering.forward(state, self.batch(micro))
+            return *self._model.enter(self._params.enter, state, self.batch(micro)), ()
 
-        def idle() -> tuple[Array, Tree, Tree, Tree]:
-            x, bypass, entered = zeros((self.x_like, self.bypass_like, self._entering.like))
-            return x, bypass, state, entered
-
-        found: tuple[Array, Tree, Tree, Tree] = jax.lax.cond(micro >= 0, run, idle)
+        x, bypass, entered = zeros((self.x_like, self.bypass_like, self._entering.like if keeps else ()))
+        found: tuple[Array, Tree, Tree, Tree]
+        found = jax.lax.cond(micro >= 0, run, lambda: (x, bypass, state, entered))
         return found
 
-    @jax.named_scope("enter_gradient")
-    def _enter_gradient_if(self, carry: Carry, micro: Array, dx: Array) -> Tree:
-        if not jax.tree.leaves(self._params.enter):
-            return self._params.enter
-        entered, dbypass = self._taken(carry.entered, micro), self._taken(carry.bypass, micro)
-
-        def run() -> Tree:
-            return self._entering.gradient(entered, dx, dbypass, self.batch(micro))
-
-        return jax.lax.cond(micro >= 0, run, lambda: jax.tree.map(jnp.zeros_like, self._params.enter))
-
     @jax.named_scope("stage")
-    def stage_if(self, forward: Pass, x: Array) -> tuple[Array, Tree]:
+    def stage_if(self, forward: Work, x: Array, *, keeps: bool) -> tuple[Array, Tree, Tree]:
+        """The results of a stage, and what is kept for its backward pass; () without `keeps`."""
         micro, chunk = forward.microbatch, jnp.maximum(forward.chunk, 0)
 
-        def run() -> tuple[Array, Tree]:
+        def run() -> tuple[Array, Tree, Tree]:
             def stage(pattern: str) -> tuple[Array, Tree]:
                 return self._model.stage(pattern, self._params.stage, chunk, x, self.batch(micro))
 
-            return self._model.stages.switch(stage, chunk)
+            if keeps:
+                return self._passes.forward(chunk, x, self.batch(micro))
+            return *self._model.stages.switch(stage, chunk), ()
 
-        idle = zeros((self.x_like, self.extra_like))
-        return jax.lax.cond(micro >= 0, run, lambda: idle)
-
-    @jax.named_scope("stage")
-    def _stage_if(self, forward: Pass, x: Array) -> tuple[Array, Tree, Tree]:
-        """As stage_if, and what is kept for the backward pass."""
-        micro, chunk = forward.microbatch, jnp.maximum(forward.chunk, 0)
-
-        def run() -> tuple[Array, Tree, Tree]:
-            return self._passes.forward(chunk, x, self.batch(micro))
-
-        idle = zeros((self.x_like, self.extra_like, self._passes.like))
-        found: tuple[Array, Tree, Tree] = jax.lax.cond(micro >= 0, run, lambda: idle)
+        found: tuple[Array, Tree, Tree]
+        found = _if(micro >= 0, run, (self.x_like, self.extra_like, self._passes.like if keeps else ()))
         return found
 
-    @jax.named_scope("stage_gradient")
-    def _stage_gradient_if(self, backward: Pass, kept: Tree, dy: Array) -> tuple[Tree, Array]:
-        """The gradients of the parameters and of the input; 0 where the rank idles."""
-        micro, chunk = backward.microbatch, jnp.maximum(backward.chunk, 0)
-
-        def run() -> tuple[Tree, Array]:
-            return self._passes.backward(chunk, kept, dy, self.batch(micro))
-
-        def idle() -> tuple[Tree, Array]:
-            return jax.tree.map(jnp.zeros_like, self._params.stage), jnp.zeros_like(dy)
-
-        return jax.lax.cond(micro >= 0, run, idle)
-
     def leave_if(self, micro: Array, y: Array, out_like: Tree) -> Tree:
-        idle = zeros(out_like)
-
-        def run() -> Tree:
-            return self._model.leave(self._params.leave, y, None, self.batch(micro))[1]
-
-        return jax.lax.cond(micro >= 0, run, lambda: idle)
+        """The second result of leave, of this shape."""
+        return _if(
+            micro >= 0, lambda: self._model.leave(self._params.leave, y, None, self.batch(micro))[1], out_like
+        )
 
     @jax.named_scope("leave_gradient")
-    def leave_gradient_if(
-        self, micro: Array, y: Array, bypass: Tree
-    ) -> tuple[Array, Tree, Tree, Array, Tree]:
+    def _leave_gradient_if(self, micro: Array, y: Array, bypass: Tree) -> Any:
         """This rank's share, leave's second result, and the gradients of leave's parameters, y and bypass."""
 
         def run() -> tuple[Array, Tree, Tree, Array, Tree]:
@@ -338,7 +262,9 @@ class RankTick:
             share, pull, out = jax.vjp(leave, self._params.leave, y, bypass, has_aux=True)
             return share, out, *pull(jnp.ones_like(share))
 
-        def idle() -> Any:
-            return zeros(jax.eval_shape(run))
+        return _if(micro >= 0, run, jax.eval_shape(run))
 
-        return jax.lax.cond(micro >= 0, run, idle)
+
+def _if(runs: Array, run: Callable[[], Any], like: Tree) -> Any:
+    """The result of `run`, or zeros of the shapes of `like`."""
+    return jax.lax.cond(runs, run, lambda: zeros(like))

@@ -7,7 +7,7 @@ import jax
 from flax import nnx
 
 from jaxthd.config import ComputeConfig
-from jaxthd.ops.kept import KEPT
+from jaxthd.ops.numerics import KEPT
 
 Remat = bool | Literal["layers", "products"]
 """Recomputation in the backward pass: nothing; everything of a unit of layers; or everything of a layer,

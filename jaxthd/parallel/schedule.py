@@ -13,60 +13,72 @@ A tick without any forward pass costs only the backward passes, and the reverse.
 times a forward and a backward pass of one stage. M V of them are work; the other P - 1 are the bubble.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Int
+from jaxtyping import Int32
 
 
 class Work(NamedTuple):
-    """The microbatch, the rank's pipeline chunk and the slot that holds its input, for every tick and rank.
+    """The microbatch, the rank's pipeline chunk and the slot that holds what its stage keeps from the forward
+    pass to the backward pass, for every tick and rank, or for one of them.
 
     All three are -1 where the rank idles.
     """
 
-    microbatch: Int[np.ndarray, "ticks ranks"]
-    chunk: Int[np.ndarray, "ticks ranks"]
-    slot: Int[np.ndarray, "ticks ranks"]
+    microbatch: Any
+    chunk: Any
+    slot: Any
 
     @property
-    def busy(self) -> Int[np.ndarray, " ticks"]:
+    def busy(self) -> Int32[np.ndarray, " ticks"]:
         """1 where any rank works."""
-        return (self.microbatch >= 0).any(axis=1).astype(int)
+        return (self.microbatch >= 0).any(axis=1).astype(np.int32)
+
+
+class Tick(NamedTuple):
+    """What is done in a tick, or in every tick: int32, [ticks, ranks] in forward and backward, else [ticks].
+
+    enter, leave, back: the microbatch that enters the first stage, leaves the last stage, or finishes its
+        backward pass through the first stage; -1 for none.
+    """
+
+    forward: Work
+    backward: Work
+    enter: Any
+    leave: Any
+    back: Any
+
+    def on(self, rank: Any) -> "Tick":
+        """This tick with the passes of one rank only."""
+        forward, backward = (Work(*(x[rank] for x in of_all)) for of_all in (self.forward, self.backward))
+        return self._replace(forward=forward, backward=backward)
 
 
 class Schedule(NamedTuple):
-    """The table of what every rank does in every tick.
-
-    slots: the most inputs that a rank keeps at once.
-    enter, leave, back: the microbatch that, in a tick, enters the first stage, leaves the last stage, or
-        finishes its backward pass through the first stage; -1 for none.
-    """
+    """The table of what every rank does in every tick. slots: the most inputs that a rank keeps at once."""
 
     ranks: int
     chunks: int
     microbatches: int
     slots: int
-    forward: Work
-    backward: Work
-    enter: Int[np.ndarray, " ticks"]
-    leave: Int[np.ndarray, " ticks"]
-    back: Int[np.ndarray, " ticks"]
+    table: Tick
 
     @property
     def ticks(self) -> int:
-        return len(self.enter)
+        """The number of ticks."""
+        return len(self.table.enter)
 
     @property
     def in_flight(self) -> int:
         """The most microbatches that have entered but not finished their backward pass: consecutive ones."""
-        entered, gone = (np.cumsum(ticks >= 0) for ticks in (self.enter, self.back))
+        entered, gone = (np.cumsum(ticks >= 0) for ticks in (self.table.enter, self.table.back))
         return int((entered - np.append(0, gone[:-1])).max())
 
     @property
     def bubble(self) -> float:
         """The share of the step's time in which a rank idles, if all stages cost the same."""
-        busy = self.forward.busy.sum() + self.backward.busy.sum()
+        busy = self.table.forward.busy.sum() + self.table.backward.busy.sum()
         work = 2 * self.microbatches * self.chunks
         return float(1 - work / busy)
 
@@ -82,7 +94,7 @@ def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: b
     order = [(chunk, first + i) for first in range(0, m, group) for chunk in range(v) for i in range(group)]
     turn = v * p - 1  # the tick at which the first microbatch leaves the last stage
     ticks = (turn if backward else 0) + len(order) + p - 1
-    forward, back = (Work(*np.full((3, ticks, p), -1)) for _ in range(2))
+    forward, back = (Work(*np.full((3, ticks, p), -1, np.int32)) for _ in range(2))
     for r in range(p):
         for k, (chunk, micro) in enumerate(order):
             if micro < m:
@@ -95,21 +107,18 @@ def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: b
     if not backward:
         forward.slot[forward.microbatch >= 0] = 0
 
-    def where(work: Work, rank: int, chunk: int) -> Int[np.ndarray, " ticks"]:
-        return np.where(work.chunk[:, rank] == chunk, work.microbatch[:, rank], -1)
+    def where(work: Work, rank: int, chunk: int) -> Int32[np.ndarray, " ticks"]:
+        return np.where(work.chunk[:, rank] == chunk, work.microbatch[:, rank], -1).astype(np.int32)
 
     used = forward.busy + back.busy > 0
-    return Schedule(
-        ranks=p,
-        chunks=v,
-        microbatches=m,
-        slots=slots,
+    table = Tick(
         forward=Work(*(x[used] for x in forward)),
         backward=Work(*(x[used] for x in back)),
         enter=where(forward, 0, 0)[used],
         leave=where(forward, p - 1, v - 1)[used],
         back=where(back, 0, 0)[used],
     )
+    return Schedule(ranks=p, chunks=v, microbatches=m, slots=slots, table=table)
 
 
 def _assign_slots(forward: Work, back: Work, rank: int) -> int:

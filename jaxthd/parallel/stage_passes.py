@@ -23,35 +23,29 @@ from jaxthd.parallel.pipeline_model import PipelinedModel, PreparedStage, Tree
 
 ExtraShare = Callable[[Tree], Array]
 """Takes a stage's second result; returns what it adds to this rank's share of the objective."""
+PullAgain = Callable[[Sequence[Array], Tree], Callable[[Tree], Any]]
+"""(the arrays that were kept, those at hand, of the same structure and values as before) -> the second result
+of jax.vjp."""
 
 
-class VJP:
-    """The backward pass of one function, from the leaves that were kept and those that are at hand again."""
+def split_pull(pull: Any, at_hand: Tree) -> tuple[list[Array], PullAgain]:
+    """Divides the second result of jax.vjp: the arrays to keep of it, and what makes it of them again.
 
-    def __init__(self, pull: Any, at_hand: Tree) -> None:
-        """pull: the second result of jax.vjp. at_hand: see `of`."""
-        leaves, self._tree = jax.tree.flatten(pull)
-        numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(at_hand))}
-        self._at_hand = [numbers.get(id(leaf)) for leaf in leaves]
-        others = {id(leaf): leaf for leaf in leaves if id(leaf) not in numbers}
-        places = {identity: place for place, identity in enumerate(others)}
-        self._kept = [places.get(id(leaf), 0) for leaf in leaves]
-        self.kept: list[Array] = [jnp.asarray(leaf) for leaf in others.values()]
+    The latter holds no arrays, which belong to the trace that made them.
+    """
+    leaves, tree = jax.tree.flatten(pull)
+    numbers = {id(leaf): number for number, leaf in enumerate(jax.tree.leaves(at_hand))}
+    others = {id(leaf): leaf for leaf in leaves if id(leaf) not in numbers}
+    places = {identity: place for place, identity in enumerate(others)}
+    found_at = [(numbers.get(id(leaf)), places.get(id(leaf), 0)) for leaf in leaves]
 
-    def of(self, kept: Sequence[Array], at_hand: Tree) -> Callable[[Tree], Any]:
-        """The second result of jax.vjp again. at_hand: of the same structure and values as before."""
+    def again(kept: Sequence[Array], at_hand: Tree) -> Callable[[Tree], Any]:
         known = jax.tree.leaves(at_hand)
-        leaves = [
-            kept[place] if number is None else known[number]
-            for number, place in zip(self._at_hand, self._kept, strict=True)
-        ]
-        found: Callable[[Tree], Any] = jax.tree.unflatten(self._tree, leaves)
-        return found
+        leaves = [kept[place] if number is None else known[number] for number, place in found_at]
+        whole: Callable[[Tree], Any] = jax.tree.unflatten(tree, leaves)
+        return whole
 
-    def forget(self) -> "VJP":
-        """Without the arrays, which belong to the trace that made them."""
-        self.kept = []
-        return self
+    return [jnp.asarray(leaf) for leaf in others.values()], again
 
 
 class StagePasses:
@@ -64,7 +58,7 @@ class StagePasses:
         self, model: PipelinedModel, params: Tree, x_like: Tree, batch: Tree, extra_share: ExtraShare
     ) -> None:
         self._model, self._params, self._extra_share = model, params, extra_share
-        self._vjps: dict[str, VJP] = {}
+        self._again: dict[str, PullAgain] = {}
         kinds = sorted(set(model.stages.patterns))
 
         def kept_of(pattern: str) -> list[Array]:
@@ -90,7 +84,7 @@ class StagePasses:
 
         def gradient(pattern: str) -> tuple[Tree, Array]:
             prepared, pull_params = self._prepared(pattern, chunk, batch)
-            pull = self._vjps[pattern].of(self._buffer.take(pattern, kept), prepared)
+            pull = self._again[pattern](self._buffer.take(pattern, kept), prepared)
             dtrained, dx = pull((dy, jnp.ones((), dy.dtype)))
             return pull_params(dtrained)[0], dx
 
@@ -114,9 +108,7 @@ class StagePasses:
             return (y, jnp.asarray(self._extra_share(extra), y.dtype)), extra
 
         (y, _), pull, extra = jax.vjp(stage, prepared.trained, x, has_aux=True)
-        found = VJP(pull, prepared)
-        kept = found.kept
-        self._vjps[pattern] = found.forget()
+        kept, self._again[pattern] = split_pull(pull, prepared)
         return y, extra, kept
 
 
@@ -163,7 +155,7 @@ class EnterPasses:
 
     def __init__(self, model: PipelinedModel, params: Tree, state: Tree, batch: Tree) -> None:
         self._model, self._params = model, params
-        self._vjp: VJP | None = None
+        self._again: PullAgain | None = None
         self.like: Tree = jax.eval_shape(self.forward, state, batch)[3]
 
     def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]:
@@ -174,15 +166,13 @@ class EnterPasses:
             return (x, bypass), after
 
         (x, bypass), pull, after = jax.vjp(enter, self._params, has_aux=True)
-        found = VJP(pull, self._at_hand(batch))
-        kept = found.kept
-        self._vjp = found.forget()
+        kept, self._again = split_pull(pull, self._at_hand(batch))
         return x, bypass, after, kept
 
     def gradient(self, kept: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree:
         """The gradient of its parameters."""
-        assert self._vjp is not None
-        return self._vjp.of(kept, self._at_hand(batch))((dx, dbypass))[0]
+        assert self._again is not None
+        return self._again(kept, self._at_hand(batch))((dx, dbypass))[0]
 
     def _at_hand(self, batch: Tree) -> Tree:
         return self._params, self._model.constants, batch

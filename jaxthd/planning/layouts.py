@@ -24,6 +24,7 @@ from jaxthd.packing.layout import LayoutKind
 from jaxthd.planning.lengths import Lengths, slots_of
 from jaxthd.planning.simulate import Outcome, balance, simulate
 from jaxthd.validate import DeviceFacts, Finding, mesh
+from jaxthd.validate.rules import found_by
 
 MULTIPLY_ADDS_PER_BYTE = 500
 """Multiply-adds in the time to receive a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
@@ -116,7 +117,7 @@ def possible_layouts(config: Config) -> list[LayoutKind]:
 def _errors(config: Config) -> set[Finding]:
     """Errors of the rules about the mesh, those of the layout among them."""
     device = DeviceFacts("cpu", config.mesh.devices, "cpu")
-    return {finding for finding in mesh.RULES.findings(config, device) if not finding.is_warning}
+    return {finding for finding in found_by(mesh.RULES, config, device) if not finding.is_warning}
 
 
 def laid_out(config: Config, layout: LayoutKind) -> Config:

@@ -85,11 +85,16 @@ def holds(folder: Path) -> dict[str, Any] | None:
 
 def require_free(folder: Path, evaluated: Mapping[str, Any]) -> None:
     """Raises UserError where the folder holds results of another evaluation."""
-    found, evaluated = holds(folder), json.loads(json.dumps(evaluated))
-    if found not in (None, evaluated):
-        names = [name for name in {**found, **evaluated} if found.get(name) != evaluated.get(name)]
-        lines = (f"\n  {x}: {found.get(x)} there, {evaluated.get(x)} now" for x in names)
+    found = holds(folder)
+    if found is not None and (lines := changed_lines(found, evaluated)):
         raise UserError(
-            f"{folder} holds the results of another evaluation:{''.join(lines)}\n"
+            f"{folder} holds the results of another evaluation:{lines}\n"
             "Nothing is overwritten; expected a new folder: choose another --out, or leave it out"
         )
+
+
+def changed_lines(there: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """The settings that differ, a line each, with a line break before it. there: as read from JSON."""
+    now = json.loads(json.dumps(now))
+    names = [name for name in {**there, **now} if there.get(name) != now.get(name)]
+    return "".join(f"\n  {name}: {there.get(name)} there, {now.get(name)} now" for name in names)

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
@@ -17,10 +17,20 @@ from jaxthd.parallel.processes import is_first
 from jaxthd.run.goodput import TimeAccount
 from jaxthd.run.progress import Progress
 from jaxthd.run.trackers.background import BackgroundTracker
-from jaxthd.run.trackers.registry import LEAVE_BEHIND, TRACKERS
-from jaxthd.run.trackers.tracker import TrackedRun
+from jaxthd.run.trackers.mlflow import MLflow
+from jaxthd.run.trackers.tensorboard import EventFile
+from jaxthd.run.trackers.tracker import TrackedRun, Tracker
+from jaxthd.run.trackers.wandb import WandB, leave_behind
 
 FILE = "metrics.jsonl"
+TRACKERS: Mapping[str, Callable[[TrackedRun], Tracker]] = {
+    "tensorboard": lambda run: EventFile(run.workdir / "tensorboard", run.lines),
+    "wandb": WandB,
+    "mlflow": MLflow,
+}
+"""What train.trackers may name. The library of one is imported when it is opened."""
+LEAVE_BEHIND: Mapping[str, Callable[[], None]] = {"wandb": leave_behind}
+"""Actions for a tracker that does not end, so that it does not keep the process alive."""
 
 
 class Metrics(AbstractContextManager["Metrics"]):
@@ -29,7 +39,7 @@ class Metrics(AbstractContextManager["Metrics"]):
     Of several processes process 0 does so; in the others nothing happens.
     last_step: of the restored checkpoint. Later lines are of a run that was cut off, and are removed; where
     it is 0, all are.
-    steps: the run's last step. trackers: names in TRACKERS (jaxthd.run.trackers.registry) of what shows the
+    steps: the run's last step. trackers: names in TRACKERS (jaxthd.run.metrics_file) of what shows the
     metrics too. settings: those of the run, for trackers, by their dotted names.
     Raises OSError, naming the file, when metrics.jsonl cannot be written. A tracker never raises.
     """

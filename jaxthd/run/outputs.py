@@ -54,8 +54,3 @@ class OutputFolder:
         """Removes the unwanted lines of a JSONL file, if there is one."""
         if self._writes:
             keep_lines(self / name, wanted)
-
-    def draw(self, name: str, draw: Callable[[Path], None]) -> None:
-        """Calls `draw` with the path of the picture to write."""
-        if self._writes:
-            draw(self / name)

@@ -11,9 +11,6 @@ from jaxthd.terminal.tables import clipped, printable
 
 SAMPLES = 3
 """Answers of each kind that are shown."""
-PICTURES = {
-    "curves.png": "what it learned, and its speed, over the steps",
-}
 
 
 def end_report(
@@ -36,8 +33,9 @@ def end_report(
         parts.append(f"  skipped: {skipped}")
     parts.append(f"\nTrained: {parameters}, on {', '.join(config.data.manifest)}")
     parts += _samples(hypotheses, normalise)
-    pictures = [f"  {workdir / name}: {what}" for name, what in PICTURES.items() if (workdir / name).exists()]
-    parts += ["\nPictures", *pictures] if pictures else []
+    picture = workdir / "curves.png"
+    if picture.exists():
+        parts += ["\nPictures", f"  {picture}: what it learned, and its speed, over the steps"]
     parts += [
         "\nNext",
         f"  jaxthd evaluate {workdir}",

@@ -5,6 +5,7 @@ import select
 import signal
 import threading
 import time
+from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
@@ -21,7 +22,7 @@ READER_SECONDS = 0.1
 """The time in which the reader of a pipe, such as tee, ends of a signal that was sent to it too."""
 
 
-class StopRequests:
+class StopRequests(AbstractContextManager["StopRequests"]):
     """Says why a run should stop: a context manager, whose `listen` begins to handle signals.
 
     It lasts until the last checkpoint is written, so that signals which follow the first (the terminal's
@@ -35,9 +36,6 @@ class StopRequests:
         self._start = time.monotonic() if start is None else start
         self._arrived = ""
         self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "StopRequests":
-        return self
 
     def __exit__(self, *error: object) -> None:
         for number, handler in self._before.items():

@@ -1,5 +1,6 @@
 """The start of a command, before it computes anything: processes, devices, the config, the kernels."""
 
+import ctypes
 import os
 import sys
 from argparse import Namespace
@@ -15,10 +16,12 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.kernels.choose import with_admitted
 from jaxthd.kernels.xla_options import prepare_compiler
-from jaxthd.parallel.devices import device_platform
+from jaxthd.parallel.mesh import device_platform
 from jaxthd.parallel.processes import is_first, started
-from jaxthd.run.host_memory import keep_freed_memory
 from jaxthd.validate import DeviceFacts, validate
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
+"""Parameters of mallopt (man 3 mallopt)."""
 
 
 def simulate_devices(devices: int) -> bool:
@@ -28,7 +31,7 @@ def simulate_devices(devices: int) -> bool:
     """
     jax.config.update("jax_num_cpu_devices", devices)
     # A program of one CPU device runs in the thread that calls it, whose freed memory is kept whatever its
-    # size (host_memory.py).
+    # size (keep_freed_memory).
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     if devices > 1:
         # A loop with collectives runs beside later loops that do not depend on it, so a device may wait in
@@ -62,6 +65,21 @@ def devices_ready(mesh: MeshConfig, options: Namespace) -> Iterator[None]:
             how = f"{mesh.devices} CPU devices are simulated{by}"
             print(f"{found}: {how if mesh.devices > 1 else 'running on the CPU'}")
         yield
+
+
+def keep_freed_memory() -> bool:
+    """Makes the C library keep what is freed for what is allocated next; False where it is not glibc.
+
+    A program on CPUs asks for its temporary memory anew in each step. glibc gives arrays of that size back to
+    the system at once, and the system fills each page with zeros when it is touched again: a sixth of the
+    time of a small step (docs/decisions/host_memory.md). Arrays over 64 MiB that another thread than the main
+    one allocates are given back all the same: so programs of one CPU device run in the thread that calls them
+    (simulate_devices). Later allocations in the process are treated alike.
+    """
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "gnu_get_libc_version"):
+        return False
+    return all([libc.mallopt(option, 2**30) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)])
 
 
 def _leave_accelerators() -> None:

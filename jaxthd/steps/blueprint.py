@@ -22,9 +22,9 @@ from jaxthd.parallel.params import (
     DECODER_FSDP,
     Buffer,
     Init,
+    metadata,
     parameter_dtype,
     partition_spec,
-    weight_decay_mask,
 )
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import Stages
@@ -89,18 +89,12 @@ class Blueprint:
             is_router = any(getattr(key, "key", None) == "router" for key in path)
             return dtype if is_matrix and not is_router and not self.config.adapt.dora else x.dtype
 
-        return jax.tree_util.tree_map_with_path(used, weight_decay_mask(params), nnx.to_pure_dict(params))
+        return jax.tree_util.tree_map_with_path(used, metadata(params, "decayed"), nnx.to_pure_dict(params))
 
     @cached_property
     def stages(self) -> Stages:
         """The pipeline's stages."""
         return pipeline_stages(self.config.model.llm, self.config.mesh)
-
-    @property
-    def uniform_program(self) -> bool:
-        """Whether all ranks run the decoder's layers at the same time, so that any collective may sit there.
-        Among pipeline stages idle ranks do not work."""
-        return len(self.stages.patterns) == 1
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -203,7 +203,6 @@ class Forward:
         self._objective = objective_of(blueprint.config)
         # Ranks of these axes compute the same share.
         self._copies = ranks_of(blueprint.config.mesh, (PIPELINE, TENSOR))
-        self._uniform_program = blueprint.uniform_program
 
     @property
     def pipelined(self) -> PipelinedModel:
@@ -230,7 +229,7 @@ class Forward:
 
     def prepare(self, pattern: str, stage: Tree, chunk: Array | int, batch: Batch) -> PreparedStage:
         model = self.model(self._buffers)
-        segments = model.segments(batch, AXES, uniform_program=self._uniform_program)
+        segments = model.segments(batch, AXES)
         draws = _draws(batch)
         with drawing(draws):
             layers = model.decoder.layers_of(pattern, chunk)

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from jaxthd.config import AdaptConfig, Config, TrainConfig
 from jaxthd.errors import UserError
 from jaxthd.models.adapt import split
-from jaxthd.parallel.params import projection_mask, stacked_dims, weight_decay_mask
+from jaxthd.parallel.params import metadata
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.optimizer_kinds import Trained, optimizer_kind
 
@@ -43,18 +43,6 @@ def _cosine(train: TrainConfig) -> optax.Schedule:
     )
 
 
-def _linear(train: TrainConfig) -> optax.Schedule:
-    return _warm_up_stable_decay(train, train.steps)
-
-
-def _constant(train: TrainConfig) -> optax.Schedule:
-    return _warm_up_stable_decay(train, 0)
-
-
-def _stable(train: TrainConfig) -> optax.Schedule:
-    return _warm_up_stable_decay(train, train.decay_steps)
-
-
 def _warm_up_stable_decay(train: TrainConfig, decay_steps: int) -> optax.Schedule:
     """Ends with a line of decay_steps from the peak to the minimum, or of those that the warm-up leaves."""
     peak, warmup = train.learning_rate, train.warmup_steps
@@ -69,9 +57,9 @@ def _warm_up_stable_decay(train: TrainConfig, decay_steps: int) -> optax.Schedul
 
 _SCHEDULES: dict[str, Callable[[TrainConfig], optax.Schedule]] = {
     "cosine": _cosine,
-    "linear": _linear,
-    "constant": _constant,
-    "warmup_stable_decay": _stable,
+    "linear": lambda train: _warm_up_stable_decay(train, train.steps),
+    "constant": lambda train: _warm_up_stable_decay(train, 0),
+    "warmup_stable_decay": lambda train: _warm_up_stable_decay(train, train.decay_steps),
 }
 
 
@@ -91,9 +79,9 @@ def make_optimizer(blueprint: Blueprint, mesh: Mesh | None = None) -> optax.Grad
     trained = Trained(
         config.train,
         learning_rate_schedule(config),
-        of_trained(weight_decay_mask(params)),
-        of_trained(projection_mask(params)),
-        of_trained(stacked_dims(params)),
+        of_trained(metadata(params, "decayed")),
+        of_trained(metadata(params, "projects")),
+        of_trained(metadata(params, "stacked")),
         blueprint.specs[0],
         mesh,
     )

@@ -4,23 +4,74 @@ Each turns clipped gradients into updates that are proportional to the learning 
 apply in the same way, is decoupled: the learning rate times train.weight_decay times the weight.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh
+from optax import FactoredState
 
 from jaxthd.config import TrainConfig
 from jaxthd.errors import UserError
-from jaxthd.files.options import from_options
-from jaxthd.objectives.settings import check_number
-from jaxthd.steps.adafactor import scale_by_adafactor
+from jaxthd.files.options import check_number, from_options
 from jaxthd.steps.muon import scale_by_muon
 
 Tree = Any
+
+
+def scale_by_adafactor(
+    decay_rate: float, clipping_threshold: float, min_dim: int, stacked: Tree, *, relative: bool
+) -> optax.GradientTransformation:
+    """Gradients divided by factored root mean squares, clipped to a root mean square of clipping_threshold.
+
+    By optax (Shazeer and Stern, Adafactor, 2018), of each parameter by itself. Layers and experts are stacked
+    into one array, and Adafactor's means run over one parameter: its rows, its columns, all of it. So every
+    index of a stack is updated alone, and the rows that pad a pipeline's stages enter no mean.
+
+    min_dim: the least size of both dims of a matrix whose second moments are factored. relative: times the
+    parameter's own root mean square, 0.001 at least. stacked: the number of leading dims of each parameter
+    that stack parameters.
+    """
+    moments = optax.scale_by_factored_rms(decay_rate=decay_rate, min_dim_size_to_factor=min_dim)
+    after = [optax.clip_by_block_rms(clipping_threshold)]
+    if relative:
+        after.append(optax.scale_by_param_block_rms())
+    rest = optax.chain(*after)
+    axes, one_state = FactoredState(None, 0, 0, 0), FactoredState(0, 0, 0, 0)
+
+    def transposed(by_parameter: Tree, one: Any) -> Any:
+        """One result for all parameters, from a tree with a result like `one` for each."""
+        return jax.tree.transpose(jax.tree.structure(stacked), jax.tree.structure(one), by_parameter)
+
+    def alone(function: Callable[..., Any], number: int, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+        for _ in range(number):
+            function = jax.vmap(function, in_axes, out_axes)
+        return function
+
+    def init(params: Tree) -> FactoredState:
+        found = jax.tree.map(lambda x, number: alone(moments.init, number, 0, axes)(x), params, stacked)
+        return transposed(found, one_state)._replace(count=jnp.zeros((), jnp.int32))
+
+    def of_one(gradient: Any, state: FactoredState, param: Any) -> tuple[Any, FactoredState]:
+        update, state = moments.update(gradient, state, param)
+        return rest.update(update, rest.init(param), param)[0], state
+
+    def update(gradients: Tree, state: FactoredState, params: Tree) -> tuple[Tree, FactoredState]:
+        def of_leaf(number: int, gradient: Any, row: Any, column: Any, v: Any, param: Any) -> Any:
+            run = alone(of_one, number, (0, axes, 0), (0, axes))
+            return run(gradient, FactoredState(state.count, row, column, v), param)
+
+        both = jax.tree.map(of_leaf, stacked, gradients, state.v_row, state.v_col, state.v, params)
+        updates, found = transposed(both, (0, one_state))
+        return updates, found._replace(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(init, update)
+
+
 OPTIONS = "train.optimizer_options"
 _check = partial(check_number, setting=OPTIONS)
 

@@ -10,7 +10,6 @@ from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.ops.cross_entropy import TokenScores
-from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import CONTEXT, DATA, batch_specs, on_ranks
 from jaxthd.parallel.pipeline import score
@@ -24,13 +23,11 @@ def make_scoring_step(
     top_k: int = 0,
     *,
     temperature: float = 1.0,
-    drawn_by: Sampling | None = None,
 ) -> Callable[[Tree, Tree, Batch], TokenScores]:
     """(params, buffers, batch) -> TokenScores of every supervised position, [R, T, ...], 0 elsewhere; jitted.
 
     In the batch's layout and sharding, with stored batch statistics, by the pipeline's schedule.
-    top_k: number of likeliest tokens. temperature: of the softmax. drawn_by: how the targets were drawn, at a
-    temperature above 0 (ops.sampling.make_sampling); adds TokenScores.drawn_log_probs.
+    top_k: number of likeliest tokens. temperature: of the softmax.
     Raises ValueError unless top_k lies in 0..model.llm.vocab_size.
     """
     config, schedule = blueprint.config, blueprint.forward_schedule
@@ -44,7 +41,7 @@ def make_scoring_step(
 
         def leave(leave: Tree, x_nD: Array, bypass: None, batch: Batch) -> tuple[Array, TokenScores]:
             model = forward.model(buffers, leave=leave)
-            scores = model.leave_top_k(x_nD, batch, top_k, temperature=temperature, drawn_by=drawn_by)
+            scores = model.leave_top_k(x_nD, batch, top_k, temperature=temperature)
             return jnp.zeros(()), jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)
 
         batches = microbatches(batch, schedule.microbatches)
@@ -53,7 +50,7 @@ def make_scoring_step(
         return jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[3:]), scores)
 
     by_token: Any = PartitionSpec(DATA, CONTEXT)
-    out_specs = TokenScores(by_token, by_token, by_token, by_token if drawn_by else None)
+    out_specs = TokenScores(by_token, by_token, by_token)
     return jax.jit(on_ranks(rank, mesh, (*blueprint.specs, batch_specs()), out_specs))
 
 

@@ -56,10 +56,6 @@ def averaged(state: TrainState) -> TrainState:
     return state._replace(params=join(state.ema, state.params))
 
 
-def _canonical_state(blueprint: Blueprint) -> TrainState:
-    return _fresh(blueprint, *blueprint.initial_weights())
-
-
 def abstract_state(blueprint: Blueprint) -> TrainState:
     """A run's state in the canonical form, with shapes and dtypes for arrays: no memory, nothing compiled."""
     return jax.eval_shape(lambda *weights: _fresh(blueprint, *weights), *blueprint.abstract_weights)
@@ -135,7 +131,7 @@ def _options_of_one_run() -> Any:
 def init_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
     """A new run's state on its final shardings: were it moved by the first step, that would compile twice."""
     return jax.jit(
-        lambda: to_stages(_canonical_state(blueprint), blueprint.stages),
+        lambda: to_stages(_fresh(blueprint, *blueprint.initial_weights()), blueprint.stages),
         out_shardings=state_shardings(blueprint, mesh),
         compiler_options=_options_of_one_run(),
     )()

@@ -22,7 +22,7 @@ from jaxthd.objectives import LOSS
 from jaxthd.ops.dropout import token_keys
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs, on_ranks
-from jaxthd.parallel.params import cast_mask
+from jaxthd.parallel.params import metadata
 from jaxthd.parallel.pipeline import accumulate
 from jaxthd.parallel.pipeline_tick import Largest
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -139,11 +139,11 @@ def loss_and_gradient(
 
 
 def _matrices_cast(params: Tree, blueprint: Blueprint) -> Tree:
-    """The trained parameters, the matrices of cast_mask in the compute dtype: as loss_and_gradient has it."""
+    """The trained parameters, those that are cast in the compute dtype: as loss_and_gradient has it."""
     config = blueprint.config
     if config.mesh.devices > 1 or blueprint.schedule.microbatches > 1 or config.depths_trained:
         return params
-    is_cast, _ = split(cast_mask(nnx.state(blueprint.model, nnx.Param)), blueprint.trained)
+    is_cast, _ = split(metadata(nnx.state(blueprint.model, nnx.Param), "cast"), blueprint.trained)
     dtype = config.compute.dtype
     return jax.tree.map(lambda x, cast: x.astype(dtype) if cast else x, params, is_cast)
 

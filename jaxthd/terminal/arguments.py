@@ -15,6 +15,7 @@ import tyro
 from jaxthd.config import Config, MeshConfig
 from jaxthd.config.listing import all_groups, group_names, kind_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
+from jaxthd.errors import UserError
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
 from jaxthd.files.run_folder import open_settings
@@ -47,6 +48,21 @@ WEIGHTS: dict[str, Any] = {
     "averaged parameters) or published checkpoints, as in "
     "train.init_from; by default those of the run in SOURCE",
 }
+SAMPLING: dict[str, dict[str, Any]] = {
+    "temperature": {
+        "type": float,
+        "default": 0.0,
+        "help": "temperature of sampling; 0, the default, takes the likeliest token",
+    },
+    "top-k": {"type": int, "default": 0, "help": "sample among the k likeliest tokens; 0 for all"},
+    "top-p": {
+        "type": float,
+        "default": 1.0,
+        "help": "sample among the likeliest tokens whose probabilities add up to this",
+    },
+    "seed": {"type": int, "default": 0, "help": "seed of sampling"},
+}
+"""Options of commands that sample answers."""
 NO_SUBCOMMANDS = (tyro.conf.AvoidSubcommands,)
 """For tyro: whether there is an encoder is the config file's choice; its fields are options like others."""
 SOURCE = """\
@@ -76,6 +92,27 @@ class CommandLine(NamedTuple):
         """--weights, by default the run's; [] for a config file without it."""
         return self.options.weights or ([self.run] if self.run else [])
 
+    def sampling(self) -> dict[str, Any]:
+        """The values of SAMPLING's options, as arguments of Generator.stream."""
+        return {name.replace("-", "_"): getattr(self.options, name.replace("-", "_")) for name in SAMPLING}
+
+    def require(self, *names: str) -> None:
+        """Raises UserError where --weights, or an option of these names, is missing."""
+        given = {"weights": self.weights(), **{name: getattr(self.options, name) for name in names}}
+        missing = [f"--{name}" for name, value in given.items() if not value]
+        if missing:
+            expected = " ".join(["--weights SOURCE", *(f"--{name} FILE" for name in names)])
+            raise UserError(f"{', '.join(missing)} missing; expected {expected}: add them")
+
+    def require_least(self, **least: int) -> None:
+        """Raises UserError for a number among the options that is lower than this."""
+        for name, bound in least.items():
+            value = getattr(self.options, name)
+            if value is not None and value < bound:
+                raise UserError(
+                    f"--{name.replace('_', '-')} is {value}; expected {bound} or more: correct it"
+                )
+
 
 def parse_command_line(
     command: str,
@@ -98,7 +135,7 @@ def parse_command_line(
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
     overrides, removed = _without_removed(overrides)
-    overrides = _as_flags(overrides, parser)
+    overrides, given = _as_flags(overrides, parser)
     if not (source := first or found.config):
         parser.error(
             "SOURCE is missing; expected a config file or a workdir in the first place: "
@@ -114,21 +151,26 @@ def parse_command_line(
         config=NO_SUBCOMMANDS,
     )
     config = with_absolute_paths(config, Path.cwd())
-    return CommandLine(config, settings.path, settings.run, found, (*replaced, *_given(overrides)))
+    return CommandLine(config, settings.path, settings.run, found, (*replaced, *given))
 
 
-def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str]:
+def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], tuple[str, ...]]:
     """Returns the words with --GROUP.X True and --GROUP.X=True as --GROUP.X, and False as --GROUP.no-X, for
-    settings of type bool: those are the forms that tyro reads. Ends the process for another value.
+    settings of type bool: those are the forms that tyro reads. And the dotted names of the settings that the
+    words set. Ends the process for another value.
     """
-    known = {x.option for group in all_groups() for x in group.settings if x.types == ("bool",)}
-    flags, rest = list[str](), list(words)
+    known = {x.path: x.types == ("bool",) for group in all_groups() for x in group.settings}
+    flags, given, rest = list[str](), dict[str, None](), list(words)
     while rest:
         word = rest.pop(0)
         name, has_value, value = word.partition("=")
         option = f"--{name.removeprefix('--').replace('_', '-')}"
         group, _, last = option.rpartition(".")
-        if not name.startswith("--") or option not in known:
+        setting = last.removeprefix("no-").replace("-", "_")
+        path = f"{group.removeprefix('--').replace('-', '_')}.{setting}"
+        if name.startswith("--") and path in known:
+            given[path] = None
+        if not name.startswith("--") or not known.get(path) or last.startswith("no-"):
             flags.append(word)
             continue
         if not has_value and rest and not rest[0].startswith("--"):
@@ -138,7 +180,7 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> list[str
                 f"{option} is {value!r}; expected True or False: {option} True, or {group}.no-{last}"
             )
         flags.append(f"{group}.no-{last}" if value.lower() == "false" else option)
-    return flags
+    return flags, tuple(given)
 
 
 def _without_removed(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -263,14 +305,3 @@ def _as_helped(config: Config, names: Collection[str]) -> Any:
         named: Any = Annotated[kind, tyro.conf.arg(name=group.path)]
         groups.append((group.path.replace(".", "_"), named, field(default_factory=kind)))
     return make_dataclass("Settings", groups)
-
-
-def _given(overrides: Sequence[str]) -> tuple[str, ...]:
-    """The dotted names of the settings that these words set."""
-    known = {setting.path for group in all_groups() for setting in group.settings}
-    names = []
-    for word in overrides:
-        name = word.removeprefix("--").partition("=")[0].replace("-", "_") if word.startswith("--") else ""
-        group, _, last = name.rpartition(".")
-        names += [each for each in (name, f"{group}.{last.removeprefix('no_')}") if each in known]
-    return tuple(dict.fromkeys(names))

@@ -1,16 +1,8 @@
-"""Output of commands and benchmarks: tables, sizes, and claims that hold or fail."""
+"""Output of commands: tables, and sizes."""
 
-import sys
 import unicodedata
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
-
-
-class Claim(NamedTuple):
-    """Assertion of a benchmark or a check, and whether it holds."""
-
-    text: str
-    holds: bool
+from typing import Any
 
 
 def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
@@ -46,17 +38,3 @@ def table(title: str, columns: str, rows: Sequence[Sequence[Any]], left: Collect
     cells = [[f"{x:,}" if isinstance(x, int) else str(x) for x in row] for row in rows]
     lines = aligned([columns.split("|"), *cells], left).splitlines()
     return "\n".join([title, *(f"  {line}" for line in lines)])
-
-
-def show(title: str, columns: str, rows: Sequence[Sequence[Any]]) -> None:
-    """Prints a table whose columns are all right-aligned."""
-    print(f"\n{table(title, columns, rows, left=())}", flush=True)
-
-
-def conclude(claims: Sequence[Claim], *, check: bool) -> None:
-    """Prints the claims. With `check`, ends the process with status 1 if one fails."""
-    print("\nClaims")
-    for claim in claims:
-        print(f"  {'holds' if claim.holds else 'FAILS'}  {claim.text}")
-    if check and not all(claim.holds for claim in claims):
-        sys.exit(1)

@@ -7,8 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jaxthd.data.dataset import whole_position
-from jaxthd.data.loader import BatchReport
+from jaxthd.data.loader import BatchReport, whole_position
 from jaxthd.kernels.machine import peak_flops
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, put_batch

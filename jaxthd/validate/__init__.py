@@ -1,22 +1,19 @@
 """Requirements of a configuration: checked before data is read or a weight exists.
 
 `validate` is a pure function of a configuration and of facts about the machine. Single values come first
-(values.py): each must have its annotated type, and be within its bounds. Where all are, the rules follow:
-each is a function of sound values, and they are grouped by file.
+(values.py): each must have its annotated type, and be within its bounds. Where all are, the rules follow, one
+for each subject.
 """
-
-from itertools import chain
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.validate import attention, buffers, data, mesh, model, posttraining, training
-from jaxthd.validate.rules import DeviceFacts, Finding, Group
+from jaxthd.validate import data, mesh, model, posttraining, training
+from jaxthd.validate.rules import DeviceFacts, Finding, found_by
 from jaxthd.validate.values import faulty_values
 
 __all__ = ["RULES", "ConfigError", "DeviceFacts", "Finding", "findings", "validate"]
 
-_FILES = (mesh, buffers, data, model, attention, training, posttraining)
-RULES = Group(chain.from_iterable(file.RULES for file in _FILES))
+RULES = (*mesh.RULES, *data.RULES, *model.RULES, *training.RULES, *posttraining.RULES)
 
 
 class ConfigError(UserError):
@@ -37,4 +34,4 @@ def validate(config: Config, device: DeviceFacts) -> list[str]:
 
 def findings(config: Config, device: DeviceFacts) -> list[Finding]:
     """Everything wrong or doubtful about the configuration: faulty values; without any, rule by rule."""
-    return faulty_values(config) or list(RULES.findings(config, device))
+    return faulty_values(config) or list(found_by(RULES, config, device))

@@ -1,22 +1,89 @@
-"""Rules about data: manifests, validation sets, prompts, chat templates, SpecAugment."""
+"""Rules about data: buffers, manifests, validation sets, prompts, chat templates, what is done to audio."""
 
 import math
 import re
 from collections import Counter
 from collections.abc import Iterator
 
-from jaxthd.config import AugmentConfig, Config
+from jaxthd.config import Config
 from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.mixing import wrong_weights
 from jaxthd.data.sources.columns import FIELDS, is_column
-from jaxthd.errors import UserError
-from jaxthd.validate.rules import DeviceFacts, Finding, Group
+from jaxthd.packing.document import SUBSAMPLING
+from jaxthd.validate.rules import DeviceFacts, Finding, multiples, refusals
+from jaxthd.validate.values import leaves
 
-RULES = Group()
+_OF_AUDIO = (
+    "model.adapter_dim",
+    "data.augment.",
+    "data.filter.",
+    "data.spec_augment.freq_masks",
+    "data.spec_augment.time_masks",
+    "train.ctc_loss",
+)
+"""Settings, or beginnings of their names, that a model without an encoder has no use for."""
 
 
-@RULES.rule
+def _without_encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Other manifests are not known before they are read: their documents with recordings are skipped."""
+    if config.model.encoder is not None:
+        return
+    plain = {path: value for path, _, value in leaves(Config())}
+    for path, _, value in leaves(config):
+        if path.startswith(_OF_AUDIO) and value != plain[path]:
+            yield Finding(
+                f"{path} is {value!r} with model.encoder None",
+                f"{plain[path]!r}, because a model without an encoder takes no recordings",
+                f"set {path} to {plain[path]!r}, or give model.encoder",
+            )
+    for name, paths, otherwise in (
+        ("manifest", config.data.manifest, "give the model an encoder"),
+        ("validation_manifest", [x.path for x in config.data.validation_sets], '"" for no validation'),
+    ):
+        if any(path.partition(":")[0] == "synthetic" for path in paths):
+            yield Finding(
+                f'data.{name} has "synthetic", which is speech, with model.encoder None',
+                "text alone, because a model without an encoder takes no recordings",
+                f"name a manifest of conversations in text in data.{name}, or {otherwise}",
+            )
+
+
+def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks the sizes of packed buffers."""
+    data, encoder = config.data, config.model.encoder
+    unit, capacity = data.round_to, data.capacity
+    if capacity % unit:
+        divisor = math.gcd(unit, capacity)
+        yield Finding(
+            f"data.round_to is {unit} with data.capacity {capacity}",
+            "a divisor of the capacity, because no document can fill the slots beyond its last multiple",
+            f"set data.capacity to {multiples(capacity, unit)}, or data.round_to to {divisor}",
+        )
+    if data.packing != "padded" and data.max_documents > capacity:
+        yield Finding(
+            f"data.max_documents is {data.max_documents} for a buffer of {capacity} tokens",
+            "at most one document for each token: arrays of that size waste memory",
+            f"set data.max_documents to {capacity} or less",
+            is_warning=True,
+        )
+    if encoder is None or not data.audio_capacity:
+        return
+    slots = -(-encoder.chunk_frames // SUBSAMPLING)
+    for name, seconds, least, what in (
+        ("audio_capacity", data.audio_capacity / 100, slots * SUBSAMPLING, "an encoder chunk"),
+        ("capacity", capacity * SUBSAMPLING / 100, slots, "the tokens"),
+    ):
+        if getattr(data, name) < least:
+            yield Finding(
+                f"data.{name} is {getattr(data, name)}: recordings over {seconds} s are skipped",
+                f"{least} or more, {what} of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
+                f"raise data.{name} if there are such recordings",
+                is_warning=True,
+            )
+
+
 def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """The columns of manifests are not known before the data is read."""
     manifests, tars, weights = config.data.manifest, config.data.tarred_audio, config.data.weights
     if not manifests or "" in manifests:
         change = 'name a manifest in data.manifest, or "synthetic"'
@@ -27,11 +94,6 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(found, expected, "correct data.tarred_audio")
     if wrong := wrong_weights(weights, len(manifests)):
         yield Finding(*wrong)
-
-
-@RULES.rule
-def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """The columns are not known before the data is read."""
     for setting in config.data.columns:
         if not is_column(setting):
             fields = ", ".join(sorted(FIELDS))
@@ -39,8 +101,8 @@ def _columns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             yield Finding(f"data.columns has {setting!r}", expected, "correct data.columns")
 
 
-@RULES.rule
 def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks the names of validation sets, and that there is one where prompts are drawn from it."""
     sets = config.data.validation_sets
     for name, path, _ in sets:
         if not path:
@@ -62,70 +124,38 @@ def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                 "different names",
                 "write NAME=PATH for all but one of them",
             )
-
-
-@RULES.rule
-def _speech_without_encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Other manifests are not known before they are read: their documents with recordings are skipped."""
-    if config.model.encoder is not None:
-        return
-    expected = "text alone, because a model without an encoder takes no recordings"
-    if any(_is_synthetic(path) for path in config.data.manifest):
+    if config.rollout.validation_prompts and not sets:
         yield Finding(
-            'data.manifest has "synthetic", which is speech, with model.encoder None',
-            expected,
-            "name a manifest of conversations in text in data.manifest, or give the model an encoder",
-        )
-    if any(_is_synthetic(path) for _, path, _ in config.data.validation_sets):
-        yield Finding(
-            'data.validation_manifest has "synthetic", which is speech, with model.encoder None',
-            expected,
-            'name a manifest of conversations in text in data.validation_manifest, or "" for no validation',
+            f"rollout.validation_prompts is {config.rollout.validation_prompts} without a validation set",
+            "0, or data.validation_manifest",
+            "give data.validation_manifest, or set rollout.validation_prompts to 0",
         )
 
 
-def _is_synthetic(path: str) -> bool:
-    return path.partition(":")[0] == "synthetic"
-
-
-@RULES.rule
-def _prompt(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    mark, has_audio = config.data.audio_placeholder, config.data.audio_capacity > 0
+def _prompts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks what prompts are written with."""
+    data = config.data
+    mark, has_audio = data.audio_placeholder, data.audio_capacity > 0
+    count = data.prompt.count(mark)
+    found = f"data.prompt {data.prompt!r} holds {mark} {count} times"
     if not mark:
         expected = "a text, which stands for a recording in prompts and conversations"
         change = "set data.audio_placeholder to {audio}, for example"
         yield Finding("data.audio_placeholder is empty", expected, change)
-        return
-    if config.model.encoder is None:
-        return
-    count = config.data.prompt.count(mark)
-    found = f"data.prompt {config.data.prompt!r} holds {mark} {count} times"
-    if has_audio and count != 1:
+    elif config.model.encoder is not None and has_audio and count != 1:
         yield Finding(found, "exactly once, for the recording", f"write {mark} once in data.prompt")
-    elif count and not has_audio:
+    elif config.model.encoder is not None and count and not has_audio:
         change = f"raise data.audio_capacity, or take {mark} out of data.prompt to train on text alone"
         yield Finding(found, "none, because no recording fits into data.audio_capacity 0", change)
-
-
-@RULES.rule
-def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    data = config.data
     if data.template == "chat_template" and data.tokenizer == "bytes":
         yield Finding(
             'data.template is "chat_template" with data.tokenizer "bytes"',
             "the folder of a checkpoint that has a chat template",
             "set data.tokenizer to that folder, or data.template to chatml or plain",
         )
-    try:
-        _ = data.template_variables
-    except UserError:
-        yield Finding(
-            f"data.template_options is {data.template_options!r}",
-            'a JSON object such as {"enable_thinking": false}',
-            "correct data.template_options",
-        )
-        return
-    if data.template_options and data.template != "chat_template":
+    wrong = list(refusals(lambda: data.template_variables))
+    yield from wrong
+    if data.template_options and data.template != "chat_template" and not wrong:
         yield Finding(
             f'data.template_options are given with data.template "{data.template}"',
             '"chat_template", which alone reads them',
@@ -133,63 +163,36 @@ def _chat_template(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule
-def _filter(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+def _audio(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """What is done to recordings, and which are used."""
+    data, encoder = config.data, config.model.encoder
     for name in ("seconds", "tokens_per_second", "characters_per_second"):
-        least, most = getattr(config.data.filter, name)
+        least, most = getattr(data.filter, name)
         if not 0 <= least < math.inf or not 0 <= most < math.inf or 0 < most < least:
             yield Finding(
                 f"data.filter.{name} is ({least:g}, {most:g})",
                 "two numbers from 0 on, the most above the least or 0, because no item is used otherwise",
                 f"set data.filter.{name} to the least and the most",
             )
-        if config.model.encoder is None and (least > 0 or most > 0):
-            yield Finding(
-                f"data.filter bounds {name} with model.encoder None",
-                "no bounds, because a model without an encoder takes no recordings",
-                f"set data.filter.{name} to 0 0",
-            )
-
-
-@RULES.rule
-def _augment(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    augment = config.data.augment
-    if config.model.encoder is None and augment != AugmentConfig():
-        expected = "the defaults, because a model without an encoder takes no recordings"
-        yield Finding("data.augment is set with model.encoder None", expected, "take data.augment out")
+    if encoder is None:
         return
+    augment, masks, mels = data.augment, data.spec_augment, encoder.num_mels
     if any(not 0.5 <= speed <= 2 for speed in augment.speed):
         found = f"data.augment.speed is {augment.speed}"
         yield Finding(found, "speeds from 0.5 to 2", "set it to 0.9 1.0 1.1, for example")
-    least, most = augment.noise_snr
-    if not -100 <= least <= most <= 100:
+    if not -100 <= augment.noise_snr[0] <= augment.noise_snr[1] <= 100:
         found = f"data.augment.noise_snr is {augment.noise_snr}"
         yield Finding(found, "the least dB, then the most, within -100 to 100", "set it to 5 20, for example")
-    least, most = augment.low_pass_hz
-    if not 100 <= least <= most < SAMPLE_RATE / 2:
-        found, change = (
-            f"data.augment.low_pass_hz is {augment.low_pass_hz}",
-            "set it to 2000 4000, for example",
-        )
+    if not 100 <= augment.low_pass_hz[0] <= augment.low_pass_hz[1] < SAMPLE_RATE / 2:
+        found = f"data.augment.low_pass_hz is {augment.low_pass_hz}"
+        change = "set it to 2000 4000, for example"
         yield Finding(found, "the least Hz, then the most, from 100 to below 8000", change)
-
-
-@RULES.rule
-def _spec_augment(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    masks, encoder = config.data.spec_augment, config.model.encoder
-    if encoder is None:
-        for name in ("freq_masks", "time_masks"):
-            if getattr(masks, name):
-                yield Finding(
-                    f"data.spec_augment.{name} is {getattr(masks, name)} with model.encoder None",
-                    "0, because a model without an encoder has no features to mask",
-                    f"set data.spec_augment.{name} to 0",
-                )
-        return
-    mels = encoder.num_mels
     if masks.freq_masks and masks.freq_width >= mels:
         yield Finding(
             f"data.spec_augment.freq_width is {masks.freq_width} with {mels} mel bands",
             "less than model.encoder.num_mels, because a mask could cover every band",
             f"set data.spec_augment.freq_width to {mels // 3}, for example",
         )
+
+
+RULES = (_buffers, _manifests, _validation_sets, _without_encoder, _prompts, _audio)

@@ -10,16 +10,11 @@ from jaxthd.models.stacks import pipeline_stages
 from jaxthd.packing.assignment import LEAST_CHUNK
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
-from jaxthd.validate.rules import DeviceFacts, Finding, Group, divisors, multiples
-
-RULES = Group()
+from jaxthd.validate.rules import DeviceFacts, Finding, divisors, multiples
 
 
-# --- the mesh and the machine ---
-
-
-@RULES.rule
 def _devices(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks that there is a device for each rank."""
     need = config.mesh.devices
     if device.platform == "cpu":  # simulated: as many as the mesh asks for
         return
@@ -33,62 +28,47 @@ def _devices(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(found, "all devices in use", change, is_warning=True)
 
 
-@RULES.rule
-def _rows_over_data(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    rows, ranks = config.data.rows, config.mesh.data
+def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks what data and context ranks take of the buffers."""
+    data, mesh, llm = config.data, config.mesh, config.model.llm
+    rows, ranks, capacity, unit = data.rows, mesh.data, data.capacity, 2 * mesh.context
     if rows % ranks:
         yield Finding(
             f"data.rows is {rows} with mesh.data {ranks}",
             f"a multiple of {ranks}, because every data rank takes equally many buffers",
             f"set data.rows to {multiples(rows, ranks)}",
         )
-
-
-@RULES.rule
-def _capacity_over_context(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    capacity, unit = config.data.capacity, 2 * config.mesh.context
-    if unit > 2 and capacity % unit:
+    if unit == 2:
+        return
+    if capacity % unit:
         yield Finding(
-            f"data.capacity is {capacity} with mesh.context {config.mesh.context}",
+            f"data.capacity is {capacity} with mesh.context {mesh.context}",
             f"a multiple of 2 * context = {unit}, because every context rank holds two equal context chunks",
             f"set data.capacity to {multiples(capacity, unit)}",
         )
-
-
-@RULES.rule
-def _chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm, unit, whole = config.model.llm, 2 * config.mesh.context, config.compute.layout == "buffer"
-    chunk = config.data.capacity // unit
-    for letter, whose, taps in (("M", "Mamba2's", llm.mamba_conv), ("D", "the delta rule's", llm.delta.conv)):
-        if whole and unit > 2 and letter in llm.kinds and chunk < taps - 1:
+    layout, cuts = config.compute.layout, config.compute.context_cuts
+    for letter, whose, name, taps in (
+        ("M", "Mamba2's", "mamba_conv", llm.mamba_conv),
+        ("D", "the delta rule's", "delta.conv", llm.delta.conv),
+    ):
+        if layout == "buffer" and letter in llm.kinds and capacity // unit < taps - 1:
             yield Finding(
-                f"a context chunk, data.capacity / (2 * context), holds {chunk} tokens",
+                f"a context chunk, data.capacity / (2 * context), holds {capacity // unit} tokens",
                 f"{taps - 1} or more, because {whose} convolution of {taps} taps looks that far back",
                 f"set data.capacity to {unit * (taps - 1)} or more, or lower mesh.context",
             )
+        if layout == "whole" and cuts > 0 and letter in llm.kinds and taps - 1 > LEAST_CHUNK:
+            yield Finding(
+                f'model.llm.{name} is {taps} with compute.context_layout "whole"',
+                f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
+                f"{LEAST_CHUNK} tokens",
+                "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
+                "compute.context_cuts to 0",
+            )
 
 
-@RULES.rule
-def _cut_chunk_holds_convolution(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    llm = config.model.llm
-    cuts = config.compute.layout == "whole" and config.mesh.context > 1 and config.compute.context_cuts > 0
-    for letter, name, taps in (("M", "mamba_conv", llm.mamba_conv), ("D", "delta.conv", llm.delta.conv)):
-        if not cuts or letter not in llm.kinds or taps - 1 <= LEAST_CHUNK:
-            continue
-        yield Finding(
-            f'model.llm.{name} is {taps} with compute.context_layout "whole"',
-            f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
-            f"{LEAST_CHUNK} tokens",
-            "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
-            "compute.context_cuts to 0",
-        )
-
-
-# --- what tensor and pipeline ranks share ---
-
-
-@RULES.rule
-def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+def _tensor_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks that tensor ranks take equal parts of the width of each kind of block."""
     llm, ranks = config.model.llm, config.mesh.tensor
     for letters, name in (
         ("*WL", "q_heads"),
@@ -114,77 +94,59 @@ def _width_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]
                 f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share one",
                 f"set mesh.tensor to {divisors(size, ranks)} or {size * (ranks // size + 1)}",
             )
-
-
-@RULES.rule
-def _vocabulary_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    entries, ranks = config.model.llm.vocab_size, config.mesh.pipeline * config.mesh.tensor
-    if entries % ranks:
+    data, context = config.data, config.mesh.context
+    tokens = data.rows // config.mesh.data // config.train.microbatches * data.capacity // context
+    if config.compute.sequence_sharded and tokens % ranks:
         yield Finding(
-            f"model.llm.vocab_size is {entries} with {ranks} pipeline and tensor ranks",
-            f"a multiple of {ranks}, because these ranks share the vocabulary",
-            f"set model.llm.vocab_size to {entries + -entries % ranks} (entries beyond the tokenizer's are "
-            "not used), or change mesh.pipeline or mesh.tensor",
+            f"compute.sequence_sharded with {tokens} tokens of a microbatch for {ranks} tensor ranks",
+            f"a multiple of {ranks}, because every rank takes equally many",
+            f"set data.capacity to {multiples(data.capacity, math.lcm(context * ranks, 2 * context))}",
         )
 
 
-@RULES.rule
 def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    mesh, llm = config.mesh, config.model.llm
+    """Checks the stages, how long ranks idle, and the vocabulary that they share."""
+    mesh, llm, microbatches = config.mesh, config.model.llm, config.train.microbatches
+    ranks, count = mesh.pipeline * mesh.tensor, mesh.pipeline * mesh.stages_per_rank
+    if llm.vocab_size % ranks:
+        yield Finding(
+            f"model.llm.vocab_size is {llm.vocab_size} with {ranks} pipeline and tensor ranks",
+            f"a multiple of {ranks}, because these ranks share the vocabulary",
+            f"set model.llm.vocab_size to {llm.vocab_size + -llm.vocab_size % ranks} (entries beyond the "
+            "tokenizer's are not used), or change mesh.pipeline or mesh.tensor",
+        )
     if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
         found = f"mesh.stages_per_rank is {mesh.stages_per_rank} with mesh.pipeline 1"
         change = "set mesh.stages_per_rank to 1, or raise mesh.pipeline"
         yield Finding(found, "1, because there is no pipeline", change)
-        return
-    if set(llm.pattern) - {*LAYER_KINDS, "|"}:
+    if mesh.pipeline == 1:
         return
     try:
-        pipeline_stages(llm, mesh)
+        if not set(llm.pattern) - {*LAYER_KINDS, "|"}:
+            pipeline_stages(llm, mesh)
     except ValueError as error:
-        count = mesh.pipeline * mesh.stages_per_rank
         change = f"put {count - 1} or no | into model.llm.pattern, or lower mesh.pipeline"
         yield Finding(str(error), f"{count} stages of at least one layer", change)
-        return
-
-
-@RULES.rule
-def _bubble(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    mesh, microbatches = config.mesh, config.train.microbatches
-    if mesh.pipeline > 1:
-        bubble = make_schedule(microbatches, mesh.pipeline, mesh.stages_per_rank).bubble
-        if bubble > 0.5:
-            yield Finding(
-                f"train.microbatches is {microbatches} on {mesh.pipeline} pipeline ranks, which idle "
-                f"{bubble:.0%} of the time",
-                f"more microbatches, such as {2 * mesh.pipeline}",
-                "raise train.microbatches (and data.rows, a multiple of mesh.data times it)",
-                is_warning=True,
-            )
-        elif mesh.stages_per_rank > 1 and microbatches % mesh.pipeline:
-            yield Finding(
-                f"train.microbatches is {microbatches} on {mesh.pipeline} ranks of {mesh.stages_per_rank} "
-                "stages",
-                f"a multiple of {mesh.pipeline}, the group size of the interleaved schedule",
-                f"set train.microbatches to {multiples(microbatches, mesh.pipeline)}",
-                is_warning=True,
-            )
-
-
-@RULES.rule
-def _tokens_over_tensor(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    data, mesh = config.data, config.mesh
-    tokens = data.rows // mesh.data // config.train.microbatches * data.capacity // mesh.context
-    if config.compute.sequence_sharded and tokens % mesh.tensor:
-        unit = mesh.context * mesh.tensor
+    bubble = make_schedule(microbatches, mesh.pipeline, mesh.stages_per_rank).bubble
+    if bubble > 0.5:
         yield Finding(
-            f"compute.sequence_sharded with {tokens} tokens of a microbatch for {mesh.tensor} tensor ranks",
-            f"a multiple of {mesh.tensor}, because every rank takes equally many",
-            f"set data.capacity to {multiples(data.capacity, math.lcm(unit, 2 * mesh.context))}",
+            f"train.microbatches is {microbatches} on {mesh.pipeline} pipeline ranks, which idle "
+            f"{bubble:.0%} of the time",
+            f"more microbatches, such as {2 * mesh.pipeline}",
+            "raise train.microbatches (and data.rows, a multiple of mesh.data times it)",
+            is_warning=True,
+        )
+    elif mesh.stages_per_rank > 1 and microbatches % mesh.pipeline:
+        yield Finding(
+            f"train.microbatches is {microbatches} on {mesh.pipeline} ranks of {mesh.stages_per_rank} stages",
+            f"a multiple of {mesh.pipeline}, the group size of the interleaved schedule",
+            f"set train.microbatches to {multiples(microbatches, mesh.pipeline)}",
+            is_warning=True,
         )
 
 
-@RULES.rule
-def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Warns of experts that the ranks cannot share."""
     llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
     if "E" in llm.kinds and ranks > 1 and llm.experts % ranks:
         sharded = expert_sharding(llm.experts, config.mesh)
@@ -195,3 +157,6 @@ def _experts_over_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding
             "change mesh.data or mesh.context, unless they may be gathered",
             is_warning=True,
         )
+
+
+RULES = (_devices, _buffers, _tensor_ranks, _pipeline, _experts)

@@ -10,9 +10,7 @@ from jaxthd.objectives import OBJECTIVES, Objective, make_objective
 from jaxthd.objectives.answers import draws_answers, needs_mismatched
 from jaxthd.objectives.grpo import GRPO
 from jaxthd.validate import mesh
-from jaxthd.validate.rules import DeviceFacts, Finding, Group
-
-RULES = Group()
+from jaxthd.validate.rules import DeviceFacts, Finding, found_by
 
 
 def _objective(config: Config) -> Objective | None:
@@ -33,8 +31,8 @@ def _is_policy(config: Config) -> bool:
     return config.train.objective in OBJECTIVES and OBJECTIVES[config.train.objective].is_policy
 
 
-@RULES.rule
 def _policies(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks what cannot be trained with a policy."""
     if not _is_policy(config):
         return
     if config.depths_trained:
@@ -56,8 +54,8 @@ def _policies(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(found, "more than 0", change)
 
 
-@RULES.rule
 def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks that the reference stays the same, and its documents come again."""
     post = config.posttraining
     if post.reference != "cached":
         return
@@ -85,8 +83,8 @@ def _cached_reference(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 # --- jaxthd grpo ---
 
 
-@RULES.rule
 def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks that groups of answers fit, where answers are drawn."""
     if not draws(config):
         return
     rollout, size = config.rollout, config.rollout.group_size
@@ -113,19 +111,13 @@ def _groups(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             "at most one update for each prompt",
             f"set rollout.updates to {rollout.prompts} or less",
         )
-
-
-@RULES.rule
-def _groups_on_a_rank(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Answers to one prompt stay together on a context rank where documents stay whole."""
-    ranks, rollout = config.mesh.context, config.rollout
-    if not draws(config) or config.compute.layout != "whole" or ranks == 1:
-        return
-    share, most = config.data.capacity // ranks, rollout.group_size * rollout.max_new_tokens
-    if share < most:
+    # Answers to one prompt stay together on a context rank where documents stay whole.
+    ranks, most = config.mesh.context, size * rollout.max_new_tokens
+    share = config.data.capacity // ranks
+    if config.compute.layout == "whole" and ranks > 1 and share < most:
         yield Finding(
             f'a context rank holds {share} token slots with compute.context_layout "whole", and '
-            f"rollout.group_size {rollout.group_size} answers of rollout.max_new_tokens "
+            f"rollout.group_size {size} answers of rollout.max_new_tokens "
             f"{rollout.max_new_tokens} take {most} beside their prompt",
             "room for a prompt and its group on one rank; longer groups are skipped",
             f"set data.capacity to more than {most * ranks}, by {ranks} times the longest prompt, lower "
@@ -134,7 +126,6 @@ def _groups_on_a_rank(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule
 def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """The rules of a mesh hold for that of rollouts too, whose data ranks each have one row."""
     own = config.rollout.mesh
@@ -151,25 +142,15 @@ def _mesh_of_rollouts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     data, train = replace(config.data, rows=own.data), replace(config.train, microbatches=1)
     there = replace(config, mesh=own, data=data, train=train)
     unchecked = replace(device, platform="cpu")  # the devices are those of `mesh`, where they are checked
-    for finding in mesh.RULES.findings(there, unchecked):
+    for finding in found_by(mesh.RULES, there, unchecked):
         if not finding.is_warning:
             texts = (re.sub(r"\bmesh\.", "rollout.mesh.", text) for text in finding[:3])
             found, expected, change = texts
             yield Finding(f"for rollouts on {own.sizes}, {found}", expected, change)
 
 
-@RULES.rule
-def _pass_at_k(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if config.rollout.validation_prompts and not config.data.validation_sets:
-        yield Finding(
-            f"rollout.validation_prompts is {config.rollout.validation_prompts} without a validation set",
-            "0, or data.validation_manifest",
-            "give data.validation_manifest, or set rollout.validation_prompts to 0",
-        )
-
-
-@RULES.rule
-def _best_by(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+def _best_by_and_updates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks what the best checkpoint is chosen by, and the updates of a step."""
     by = config.train.best_by
     if by == "reward" and not (draws(config) and config.rollout.validation_prompts):
         yield Finding(
@@ -184,10 +165,6 @@ def _best_by(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             "an objective that is trained on preferences",
             "set train.best_by to wer, or train.objective to dpo or kto",
         )
-
-
-@RULES.rule
-def _updates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     objective = _objective(config)
     if isinstance(objective, GRPO) and objective.old == "current" and config.updates_of_a_step > 1:
         yield Finding(
@@ -202,3 +179,6 @@ def _updates(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             "1, because nothing is drawn",
             "set both to 1, or train.objective to grpo",
         )
+
+
+RULES = (_policies, _cached_reference, _groups, _mesh_of_rollouts, _best_by_and_updates)

@@ -1,14 +1,15 @@
-"""A rule, and helpers that the groups of rules share."""
+"""A rule, and helpers that the files of rules share."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.errors import UserError
 from jaxthd.models.speech_lm import SpeechLM
-from jaxthd.parallel.devices import device_platform
+from jaxthd.parallel.mesh import device_platform
 from jaxthd.steps.blueprint import Blueprint
 
 
@@ -59,21 +60,23 @@ class Finding(NamedTuple):
 
 
 Rule = Callable[[Config, DeviceFacts], Iterable[Finding]]
-"""A rule finds faults and doubts of a configuration whose single values are sound."""
+"""A rule finds faults and doubts about one subject, of a configuration whose single values are sound."""
 
 
-class Group(list[Rule]):
-    """Rules about several values, or about the machine, in the order in which they are reported."""
+def found_by(rules: Iterable[Rule], config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """The findings, rule by rule."""
+    for rule in rules:
+        yield from rule(config, device)
 
-    def rule(self, check: Rule) -> Rule:
-        """Adds a rule: a decorator."""
-        self.append(check)
-        return check
 
-    def findings(self, config: Config, device: DeviceFacts) -> Iterator[Finding]:
-        """The findings, rule by rule."""
-        for check in self:
-            yield from check(config, device)
+def refusals(read: Callable[[], Any]) -> Iterator[Finding]:
+    """The finding that the UserError of `read` tells of, if it raises one."""
+    try:
+        read()
+    except UserError as error:
+        found, _, rest = str(error).partition("; expected ")
+        expected, _, change = rest.rpartition(": ")
+        yield Finding(found, expected, change)
 
 
 def multiples(value: int, unit: int) -> str:

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 import jax
 
 from jaxthd.config import Config
-from jaxthd.errors import UserError
 from jaxthd.models.adapt import (
     fp8_projections,
     matches,
@@ -21,9 +20,8 @@ from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.fp8 import is_installed
 from jaxthd.steps.optimizer_kinds import optimizer_kind
 from jaxthd.validate.posttraining import draws
-from jaxthd.validate.rules import DeviceFacts, Finding, Group, multiples, shapes_of
+from jaxthd.validate.rules import DeviceFacts, Finding, multiples, refusals, shapes_of
 
-RULES = Group()
 MOST_PROFILED = 20
 """More steps than this in a profile are warned of: it has every operation of every step."""
 
@@ -31,28 +29,15 @@ MOST_PROFILED = 20
 # --- what is trained ---
 
 
-@RULES.rule
 def _kinds(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """The objective and the optimizer."""
     train = config.train
-    for make, name, options in (
-        (make_objective, train.objective, train.objective_options),
-        (optimizer_kind, train.optimizer, train.optimizer_options),
-    ):
-        try:
-            make(name, options)
-        except UserError as error:
-            yield _finding(error)
+    yield from refusals(lambda: make_objective(train.objective, train.objective_options))
+    yield from refusals(lambda: optimizer_kind(train.optimizer, train.optimizer_options))
 
 
-def _finding(error: UserError) -> Finding:
-    found, _, rest = str(error).partition("; expected ")
-    expected, _, change = rest.partition(": ")
-    return Finding(found, expected, change)
-
-
-@RULES.rule
 def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks that patterns of names match, and that something trains."""
     adapt = config.adapt
     if not adapt.freeze and not adapt.unfreeze and not adapt.lora_rank:
         return
@@ -77,10 +62,10 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("adapt.freeze matches every parameter", "one that trains", change)
 
 
-@RULES.rule
 def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    fp8, llm = config.compute.fp8, config.model.llm
-    if not fp8:
+    """Checks what is computed in 8 bits, and by which device."""
+    llm, patterns, tensor = config.model.llm, config.compute.fp8_projections, config.mesh.tensor
+    if not config.compute.fp8:
         return
     change = "set compute.dtype to bfloat16, or compute.fp8 to ()"
     if config.compute.dtype == "float64":
@@ -92,29 +77,22 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.compute.fp8_experts and "E" not in llm.letters + llm.mtp_pattern:
         found = 'compute.fp8 has "experts" with a model without experts'
         yield Finding(found, "layers E", 'leave "experts" out of compute.fp8')
-
-
-@RULES.rule
-def _fp8_projections(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    patterns = config.compute.fp8_projections
-    if not patterns:
-        return
-    if not is_installed():
+    if patterns and not is_installed():
         change = "pip install 'jaxthd[fp8]', or set compute.fp8 to ()"
         yield Finding("compute.fp8 is set and qwix is not installed", "that package", change)
-    model = shapes_of(config, tensor=config.mesh.tensor)
-    if model is None:
-        return
-    found = fp8_projections(model)
-    lists = "jaxthd describe runs/my --names lists the names"
-    for pattern, near in unmatched(patterns, list(found)):
-        what = f"compute.fp8 {pattern!r} matches no projection"
-        yield Finding(what, f"a pattern such as {', '.join(near)}", f"correct it; {lists}")
+    model = shapes_of(config, tensor=tensor) if patterns else None
+    found_linears = {} if model is None else fp8_projections(model)
+    for pattern, near in unmatched(patterns, list(found_linears)) if model is not None else ():
+        yield Finding(
+            f"compute.fp8 {pattern!r} matches no projection",
+            f"a pattern such as {', '.join(near)}",
+            "correct it; jaxthd describe runs/my --names lists the names",
+        )
     odd = {}
-    for name, linear in found.items():
+    for name, linear in found_linears.items():
         sharding = (linear.sharded_in, linear.sharded_out)
         dims = [
-            size // (config.mesh.tensor if dim and dim.is_sharded(config.mesh) else 1)
+            size // (tensor if dim and dim.is_sharded(config.mesh) else 1)
             for size, dim in zip(linear.w.shape[-2:], sharding, strict=True)
         ]
         if matches(name, patterns) and any(dim % 16 for dim in dims):
@@ -126,8 +104,8 @@ def _fp8_projections(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"{what} ({some} on a rank)", "multiples of 16", change)
 
 
-@RULES.rule
 def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks the settings of low-rank matrices."""
     adapt = config.adapt
     if adapt.lora_rank and not adapt.lora_targets:
         change = "name projections, or set adapt.lora_rank to 0"
@@ -149,14 +127,11 @@ def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("adapt.lora_alpha is 0, which scales LoRA's product to 0", "more than 0", change)
 
 
-@RULES.rule
-def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    try:
-        factors = config.adapt.factors
-    except UserError as error:
-        yield _finding(error)
-        return
-    for part, factor in factors.items():
+def _parts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Factors of the learning rate, and the loss that trains the encoder alone."""
+    wrong = list(refusals(lambda: config.adapt.factors))
+    yield from wrong
+    for part, factor in {} if wrong else config.adapt.factors.items():
         if not 0 < factor < math.inf:
             change = "freeze that part with adapt.freeze, or raise the factor"
             yield Finding(f"adapt.lr_factors has {part}={factor:g}", "more than 0, and finite", change)
@@ -166,16 +141,7 @@ def _lr_factors(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                 f"none, because a model without an encoder has no {part}",
                 f"leave out {part} of adapt.lr_factors",
             )
-
-
-@RULES.rule
-def _ctc_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if not config.train.ctc_loss:
-        return
-    if config.model.encoder is None:
-        change = "set train.ctc_loss to 0.0, or give model.encoder"
-        yield Finding(f"train.ctc_loss is {config.train.ctc_loss} with model.encoder None", "0", change)
-    elif not config.data.audio_capacity:
+    if config.train.ctc_loss and config.model.encoder is not None and not config.data.audio_capacity:
         change = "set train.ctc_loss to 0.0, or raise data.audio_capacity"
         yield Finding(f"train.ctc_loss is {config.train.ctc_loss} with data.audio_capacity 0", "0", change)
 
@@ -183,28 +149,19 @@ def _ctc_loss(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 # --- the optimization ---
 
 
-@RULES.rule
-def _microbatches(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    microbatches, rows, ranks = config.train.microbatches, config.data.rows, config.mesh.data
-    if rows % ranks == 0 and rows // ranks % microbatches:
+def _steps(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks microbatches, the averaged parameters, and the schedule of the learning rate."""
+    train, rows, ranks = config.train, config.data.rows, config.mesh.data
+    if rows % ranks == 0 and rows // ranks % train.microbatches:
         yield Finding(
-            f"train.microbatches is {microbatches} for {rows // ranks} rows on each data rank",
+            f"train.microbatches is {train.microbatches} for {rows // ranks} rows on each data rank",
             "a divisor of them, because every microbatch takes equally many rows of each rank",
-            f"set train.microbatches to {math.gcd(microbatches, rows // ranks)}, or data.rows to "
-            f"{multiples(rows, microbatches * ranks)}",
+            f"set train.microbatches to {math.gcd(train.microbatches, rows // ranks)}, or data.rows to "
+            f"{multiples(rows, train.microbatches * ranks)}",
         )
-
-
-@RULES.rule
-def _ema(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    if config.train.validate_ema and not config.train.ema_decay:
+    if train.validate_ema and not train.ema_decay:
         change = "set train.ema_decay to 0.999, for example, or train.validate_ema to False"
         yield Finding("train.validate_ema is set with train.ema_decay 0", "more than 0", change)
-
-
-@RULES.rule
-def _schedule(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    train = config.train
     if train.warmup_steps > train.steps:
         found = f"train.warmup_steps is {train.warmup_steps} in a run of {train.steps} steps"
         change = f"set train.warmup_steps to {train.steps} or less"
@@ -227,20 +184,19 @@ def _schedule(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
-@RULES.rule
 def _profile(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks the steps that are profiled."""
     steps, text = config.train.steps, config.train.profile
-    try:
-        window = config.train.profile_window
-    except UserError as error:
-        found, _, rest = str(error).partition("; expected ")
-        expected, _, change = rest.partition(": ")
-        yield Finding(found, expected, change)
-        return
-    if window and window[0] > steps:
+    wrong = list(refusals(lambda: config.train.profile_window))
+    yield from wrong
+    first, last = (not wrong and config.train.profile_window) or (0, 0)
+    if first > steps:
         change = f"set train.profile to {max(1, steps - 3)}:{steps}, for example"
         yield Finding(f"train.profile is {text!r} in a run of {steps} steps", "steps that there are", change)
-    elif window and window[1] - window[0] >= MOST_PROFILED:
+    elif last - first >= MOST_PROFILED:
         change = "profile fewer steps, unless the trace may take gigabytes"
-        found = f"train.profile is {text!r}, {window[1] - window[0] + 1} steps"
+        found = f"train.profile is {text!r}, {last - first + 1} steps"
         yield Finding(found, f"{MOST_PROFILED} or fewer", change, is_warning=True)
+
+
+RULES = (_kinds, _adaptation, _fp8, _lora, _parts, _steps, _profile)

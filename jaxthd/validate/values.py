@@ -25,15 +25,15 @@ _NAMES: dict[str, Callable[[], Iterable[str]]] = {
 
 def faulty_values(config: Config) -> list[Finding]:
     """The faults of single settings."""
-    return [finding for path, hint, value in _leaves(config) for finding in _check(path, hint, value)]
+    return [finding for path, hint, value in leaves(config) for finding in _check(path, hint, value)]
 
 
-def _leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted path, annotation, value) of every setting. A group that is None is a setting itself."""
     for name, hint in get_type_hints(type(node), include_extras=True).items():
         value = getattr(node, name)
         if is_dataclass(value) and _has_type(value, hint):
-            yield from _leaves(value, f"{prefix}{name}.")
+            yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, hint, value
 

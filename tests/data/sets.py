@@ -1,4 +1,4 @@
-"""Data sets that tests make: recordings in tar files and tables."""
+"""Data sets that tests make: recordings in tar files and tables. Manifests read by themselves."""
 
 import io
 import tarfile
@@ -8,6 +8,25 @@ from typing import Any
 
 import numpy as np
 import soundfile
+
+from jaxthd.config import DataConfig
+from jaxthd.data.example import Example
+from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.manifest import ManifestSource
+from jaxthd.data.sources.source import SourceSetting
+
+
+def read_manifest(
+    path: str | Path,
+    *,
+    tarred_audio: str = "",
+    prompt: str = "{audio}",
+    placeholder: str = "{audio}",
+    prompts: bool = False,
+) -> tuple[list[Example], list[Skipped]]:
+    """Reads a manifest. tarred_audio, prompts: as in SourceSetting. prompt, placeholder: of DataConfig."""
+    source = ManifestSource(SourceSetting(str(path), tarred_audio=tarred_audio, prompts=prompts))
+    return source.read(DataConfig(prompt=prompt, audio_placeholder=placeholder))
 
 
 def sound(seconds: float, rate: int = 16_000, channels: int = 1, seed: int = 0, kind: str = "wav") -> bytes:

@@ -16,11 +16,11 @@ from jaxthd.config import AugmentConfig, Config, DataConfig, EncoderConfig, Mode
 from jaxthd.data.audio.augment import Augmentation, add_noise, change_speed, low_pass, reverberate
 from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.dataset import SpeechData
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.noises import read_augmentation, read_recordings
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from tests.data.sets import read_manifest
 from tests.data.test_sources import assert_same
 
 RNG = np.random.default_rng(0)

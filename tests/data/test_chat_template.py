@@ -137,16 +137,6 @@ def test_answers_are_found_by_their_text_where_nothing_else_tells(tmp_path: Path
         ChatTemplate(tokenizer, {}).written(again)
 
 
-def test_prompts_are_how_prefix_stable_conversations_begin(tmp_path: Path):
-    tokenizer = checkpoint(tmp_path, named("chatml"))
-    template = ChatTemplate(tokenizer, {})
-    ids, marks = template.written(TWICE)
-    for k in (1, 3):
-        prompt = template.prompt(TWICE[:k])
-        assert ids[: len(prompt)] == prompt
-        assert marks[len(prompt) - 1 : len(prompt) + 1] == [False, True]
-
-
 def test_recordings_are_written_as_the_template_can(tmp_path: Path):
     """In a string, in a list, or by a sign of our own where the tokenizer has no token for one."""
     turns = (Turn("user", ("A", CLIP, "B")), ASKED[1])

@@ -9,7 +9,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 import pytest
 import soundfile
@@ -25,8 +24,9 @@ from jaxthd.config import (
     RolloutConfig,
     SpecAugmentConfig,
 )
-from jaxthd.data import dataset
-from jaxthd.data.dataset import SpeechData, whole_position
+from jaxthd.data import loader as loading
+from jaxthd.data.dataset import SpeechData
+from jaxthd.data.loader import whole_position
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.sources import synthetic
 from jaxthd.data.text.tokenizer import ByteTokenizer
@@ -122,14 +122,6 @@ def test_what_is_skipped_is_counted_over_the_whole_run_and_too_much_stops_it(
         SpeechData(config(folder, "speech.jsonl", max_skipped_share=0.1), folder / "other")
 
 
-def test_weights_decide_how_often_a_manifest_is_drawn(folder: Path):
-    mixed = config(folder, "chats.jsonl", "chats.jsonl", weights=(1.0, 3.0))
-    with SpeechData(mixed, folder).training() as loader:
-        found = keys(islice(loader, 40))
-    assert sum(key.startswith("1/") for key in found) == 30
-    assert skipped(folder) == [("chats.jsonl", "3:c")]
-
-
 def test_a_temperature_draws_small_manifests_more_often(folder: Path):
     """Of 5 items of speech.jsonl one cannot be decoded; there are 2 of chats.jsonl for every 5."""
     names = ("speech.jsonl", "chats.jsonl")
@@ -179,22 +171,6 @@ def test_validation_sets_are_read_each_by_itself_without_the_training_set(folder
     assert skipped(folder)[2:] == [("speech.jsonl", "5:gone.wav")]
 
 
-def test_worker_processes_make_the_same_batches(folder: Path):
-    masks = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2, time_width=0.2)
-    plain = config(folder, "speech.jsonl", "chats.jsonl", spec_augment=masks)
-    ahead = replace(plain, data=replace(plain.data, workers=1))
-    streams = []
-    for settings in (plain, ahead):
-        data = SpeechData(settings, folder)
-        with data.training() as loader:
-            streams.append(list(islice(loader, 8)))
-        data.close()
-    for (batch, report), (other, other_report) in zip(*streams, strict=True):
-        assert report == other_report
-        for x, y in zip(*map(jax.tree.leaves, (batch, other)), strict=True):
-            np.testing.assert_array_equal(x, y)
-
-
 @pytest.fixture
 def as_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Any]]:
     """as_processes(f, config, *rows): [f(SpeechData, rows), ...], in threads that exchange like processes."""
@@ -215,7 +191,7 @@ def as_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
             own.number = number
             return function(data[number], rows[number])
 
-        monkeypatch.setattr(dataset, "exchange", exchange)
+        monkeypatch.setattr(loading, "exchange", exchange)
         with ThreadPoolExecutor(len(rows)) as threads:
             return list(threads.map(process, range(len(rows))))
 
@@ -313,19 +289,6 @@ def test_a_position_is_refused_for_other_data_and_kept_for_the_same(folder: Path
         file.write(text)
     with pytest.raises(UserError, match="manifest: "):
         loader(base).set_state(state)
-
-
-def test_a_prompt_that_cannot_be_encoded_stops_the_run_before_anything_is_read(folder: Path):
-    for change in ({"prompt": "<|im_end|>{audio}"}, {"system_prompt": "<|im_start|>"}):
-        settings = config(folder, "gone.jsonl", template="chatml", **change)
-        with pytest.raises(UserError, match=rf"^data\.{next(iter(change))}: "):
-            SpeechData(settings, folder)
-
-
-def test_a_manifest_without_a_usable_line_stops_the_run(folder: Path):
-    write(folder / "bad.jsonl", "{", {"audio_filepath": "a.wav", "text": ""})
-    with pytest.raises(UserError, match=r"bad\.jsonl \(data\.manifest\) has no usable line \(2 skipped\)"):
-        SpeechData(config(folder, "speech.jsonl", "bad.jsonl"), folder)
 
 
 def test_answers_end_with_the_first_of_the_stop_ids(folder: Path):

@@ -12,8 +12,9 @@ import pytest
 import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
-from jaxthd.data.dataset import SpeechData, SynchronizedLoader
-from jaxthd.data.order import Epochs, Era
+from jaxthd.data.dataset import SpeechData
+from jaxthd.data.loader import Loader
+from jaxthd.data.stream import Epochs, Era
 from jaxthd.errors import UserError
 
 
@@ -35,7 +36,7 @@ def config(*manifests: Path, **data: Any) -> Config:
     )
 
 
-def take(loader: SynchronizedLoader, batches: int) -> list[str]:
+def take(loader: Loader, batches: int) -> list[str]:
     return [key for _, report in islice(loader, batches) for row in report.keys for key in row]
 
 

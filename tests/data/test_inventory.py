@@ -104,7 +104,7 @@ def test_hours_of_files_that_have_not_changed_are_not_counted_again(
     def refuse(*_: Any) -> float:
         raise AssertionError("a header was read")
 
-    monkeypatch.setattr(inventory, "recording_seconds", refuse)
+    monkeypatch.setattr("jaxthd.data.audio.recordings.recording_length", refuse)
     again = count_of(path)
     Inventory([again], folder / "inventory.json").count()
     assert (again.text(), again.seconds) == (first.text(), 2.5)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Alternative, Turn
+from jaxthd.data.example import Turn
 from jaxthd.data.sources.conversations import own_prompt
 from jaxthd.data.sources.lines import Entry, Line, expand_braces
 from jaxthd.data.sources.source import Files, LineSource, SourceSetting
@@ -65,19 +65,13 @@ class Numbers(LineSource):
     def named(self) -> Files:
         return Files(self.existing())
 
-    def begin(self, data: DataConfig):
-        def turns(entry: Entry, line: Line) -> tuple[Turn, ...]:
-            if entry["n"] < 0:
-                raise ValueError(f"n is {entry['n']}")
-            return (Turn("assistant", (f"{entry['n']} of {line.file}",)),)
-
-        return turns
+    def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        if entry["n"] < 0:
+            raise ValueError(f"n is {entry['n']}")
+        return (Turn("assistant", (f"{entry['n']} of {item.file}",)),)
 
     def name_of(self, entry: Entry) -> str:
         return str(entry["n"])
-
-    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
-        return ()
 
 
 def read(*files: Path):

@@ -7,7 +7,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import replace
 from itertools import islice
 from operator import itemgetter
 
@@ -18,8 +17,8 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.loader import make_loader
-from jaxthd.data.order import epochs_of
 from jaxthd.data.packer import PackDocuments
+from jaxthd.data.stream import epochs_of
 from jaxthd.data.workers import Workers
 from jaxthd.packing.document import Document
 from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load, quiet
@@ -193,17 +192,6 @@ def test_a_state_saved_under_one_mesh_restores_under_another(data):
             found = Counter(flat(keys_by_row([*seen, *other])))
             assert max(found.values()) == 1
             assert set(found) == set(GOOD)
-
-
-def test_audio_ranks_do_not_change_the_buffers():
-    documents = [load(i, 0) for i in SOURCE if i not in (BROKEN, LONG, LOUD)]
-    pack = PackDocuments(capacity=512, audio_capacity=640, max_documents=50, num_mels=MELS)
-
-    def buffers(pack):
-        return [row.report.keys for row in grain.MapDataset.source(documents).pipe(pack)]
-
-    assert buffers(pack) == buffers(replace(pack, audio_ranks=4))
-    assert sorted(flat(buffers(pack))) == sorted(d.key for d in documents)
 
 
 def test_the_plugin_drops_into_a_grain_pipeline():
@@ -390,17 +378,6 @@ def test_without_weights_the_sources_are_one():
     assert sorted(endless[: len(items)]) == sorted(endless[len(items) :]) == items
     once = flat(keys_by_row(make_loader(sources, draw, config, repeat=False, weights=[1.0, 9.0])))
     assert sorted(once) == items
-
-
-def test_epochs_differ_in_order_and_are_told_to_load():
-    loader = make_loader([range(8)], draw, settings(rows=1, packing="padded"))
-    orders = set()
-    for epoch in range(3):
-        steps = list(islice(loader, 8))
-        orders.add(tuple(flat(keys_by_row(steps))))
-        assert sorted(flat(keys_by_row(steps))) == [f"item-{i}" for i in range(8)]
-        assert {int(batch.tokens[0, 0]) for batch, _ in steps} == {100 + epoch}
-    assert len(orders) == 3
 
 
 def test_what_cannot_work_is_refused():

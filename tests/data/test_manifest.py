@@ -8,9 +8,9 @@ import pytest
 
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip, Example, Turn
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
+from tests.data.sets import read_manifest
 
 GOOD = {"audio_filepath": "a.wav", "text": "one", "duration": 1.5}
 ANSWER = {"from": "Assistant", "value": "Yes.", "type": "text"}

@@ -15,7 +15,6 @@ from jaxthd.data.dataset import SpeechData
 from jaxthd.data.example import Alternative, Clip, Example, Samples, Turn
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.shar import SharSource
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
@@ -27,7 +26,7 @@ from jaxthd.objectives.answers import why_unusable
 from jaxthd.packing.document import Document
 from jaxthd.planning.lengths import measure
 from tests.answers import alone
-from tests.data.sets import sound, write_tar
+from tests.data.sets import read_manifest, sound, write_tar
 from tests.data.test_chat_template import CHATML, checkpoint
 
 HEARD = {"audio_filepath": "a.wav", "duration": 0.5}

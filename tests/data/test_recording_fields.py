@@ -9,11 +9,12 @@ import pytest
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Clip
 from jaxthd.data.sources.conversations import TAGS
-from jaxthd.data.sources.manifest import ManifestSource, read_chats, read_manifest
+from jaxthd.data.sources.manifest import ManifestSource, read_chats
 from jaxthd.data.sources.recordings import other_recordings
 from jaxthd.data.sources.registry import open_source, training_sources
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.errors import UserError
+from tests.data.sets import read_manifest
 
 ANSWER = {"role": "assistant", "content": "Yes."}
 GOOD = {"audio_filepath": "good.wav", "text": "one"}

@@ -12,7 +12,6 @@ import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data.example import Clip, Example, Samples, Turn
-from jaxthd.data.loader import make_loader
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
@@ -120,16 +119,6 @@ def test_masks_are_the_same_in_any_order_and_differ_by_epoch_document_and_record
         np.testing.assert_array_equal(array, back[name])
     masks = [array[:250] == 0 for array in there.values()] + [there["t", 0][250:] == 0]
     assert len({mask.tobytes() for mask in masks}) == len(masks) == 6
-
-
-def test_text_alone_makes_batches_without_audio(clips: tuple[Clip, Clip]):
-    text_only = replace(CONFIG, data=DataConfig(prompt="say: ", audio_capacity=0, capacity=64))
-    example = Example("a", (Turn("user", ("say: ",)), Turn("assistant", ("hello",))))
-    load = SpeechDocuments(text_only, TOKENIZER, train=True)
-    batch, report = next(make_loader([[example] * 8], load, text_only))
-    assert report.documents > 1
-    assert report.audio_seconds == 0
-    assert not batch.has_audio
 
 
 def test_what_cannot_be_used_is_skipped_with_a_reason(clips: tuple[Clip, Clip]):

@@ -13,16 +13,15 @@ import pytest
 
 from jaxthd.config import DataConfig
 from jaxthd.data.audio import recordings as audio
-from jaxthd.data.audio import views
+from jaxthd.data.audio.containers import View
 from jaxthd.data.audio.recordings import AudioError, load_audio
 from jaxthd.data.example import Channels, Clip, Example, Member
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.sources.tarred import index_tar, shard_number
 from jaxthd.errors import UserError
-from tests.data.sets import add, sound, write_tar
+from tests.data.sets import add, read_manifest, sound, write_tar
 
 LONG = "é" * 80 + "/" + "x" * 150 + ".wav"
 
@@ -69,13 +68,13 @@ def test_a_range_of_a_long_recording_costs_no_more_than_the_range(tmp_path, monk
     files = {"before.wav": sound(1.0), "hour.wav": sound(600.0, 8000), "after.wav": sound(1.0, seed=1)}
     clip = index_tar(write_tar(tmp_path / "a.tar", files)).clip("hour.wav")
     read: list[int] = []
-    original = views.TarView.readinto
+    original = View.readinto
 
     def counted(self: Any, buffer: Any) -> int:
         read.append(original(self, buffer))
         return read[-1]
 
-    monkeypatch.setattr(views.TarView, "readinto", counted)
+    monkeypatch.setattr(View, "readinto", counted)
     assert len(samples(replace(clip, offset=300.0, duration=1.0))) == 16_000
     assert 16_000 < sum(read) < 100_000
 
@@ -85,7 +84,7 @@ def test_a_member_begins_and_ends_where_it_does(tmp_path):
     member = index_tar(write_tar(tmp_path / "a.tar", files)).clip("b").member
     assert member is not None
     with (tmp_path / "a.tar").open("rb") as tar:
-        within = views.TarView(tar, member)
+        within = View(tar, member.start, member.size)
         for at, wanted in ((0, 5000), (0, 10), (2300, 100), (2304, 1), (9999, 1)):
             buffer = bytearray(b"?" * wanted)
             assert within.seek(at) == within.tell() == at

@@ -194,7 +194,7 @@ def refused(base: Config, words: Sequence[str]) -> str:
     said = StringIO()
     try:
         with redirect_stderr(said), redirect_stdout(said):
-            flags = arguments._as_flags(words, argparse.ArgumentParser())
+            flags, _ = arguments._as_flags(words, argparse.ArgumentParser())
             tyro.cli(Config, default=base, args=flags, config=(tyro.conf.AvoidSubcommands,))
     except SystemExit:
         return " ".join(re.sub(r"[^\x20-\x7e]", " ", said.getvalue()).split())

@@ -12,7 +12,7 @@ import pytest
 
 from jaxthd.config.listing import all_groups
 from jaxthd.config.removed import REMOVED
-from jaxthd.data.sources.manifest import read_manifest
+from tests.data.sets import read_manifest
 from tests.docs.reference import REFERENCE
 
 ROOT = Path(__file__).parents[2]

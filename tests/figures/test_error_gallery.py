@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from jaxthd.figures.colors import FAINT, INK
+from jaxthd.figures.axes import FAINT, INK
 from jaxthd.figures.error_gallery import (
     COLUMNS,
     DPI,

@@ -14,8 +14,7 @@ from matplotlib.image import imread
 
 from jaxthd.draw import main
 from jaxthd.errors import UserError
-from jaxthd.figures.curves import curves_figure
-from jaxthd.figures.rollout_curves import PARTS, rollout_figure
+from jaxthd.figures.curves import PARTS, curves_figure, rollout_figure
 
 CAPACITY, AUDIO = 256, 2560
 

@@ -139,7 +139,7 @@ def check(
         return
     except (UserError, OSError) as error:  # which end a command with their message (readable_errors)
         outcome.refused += len(written.items)
-        outcome.violations += [f"{title}: {why}" for why in _wrongly_refused(written, error)]
+        outcome.violations += [f"{title}: {why}" for why in wrongly_refused(written, error)]
         return
     except Exception:
         outcome.violations.append(f"{title}: {traceback.format_exc()}")
@@ -153,7 +153,7 @@ def check(
     outcome.violations += [f"{title}: {e}" for e in entries if "worker process died" in e["reason"]]
 
 
-def _wrongly_refused(written: Written, error: Exception) -> Iterator[str]:
+def wrongly_refused(written: Written, error: Exception) -> Iterator[str]:
     """Says why the whole data set should not be refused: it is not damaged, and has items left."""
     unusable = re.search(r"no usable (line|row) \((\d+) skipped\)", str(error))
     if unusable and int(unusable[2]) != len(written.items):

@@ -28,9 +28,9 @@ from tests.fuzz.checks import (
     Outcome,
     Written,
     check,
-    is_of_container,
     numbered,
     time_limit,
+    wrongly_refused,
 )
 from tests.fuzz.damage import VALUES, damaged_bytes, damaged_entry
 from tests.fuzz.fields import FIELDS
@@ -173,9 +173,8 @@ def check_noises(written: Written, outcome: Outcome) -> None:
                 if not np.isfinite(augment(speech, 0, 0, "1:x")).all():
                     outcome.violations.append(f"{path}: samples that are not finite")
     except UserError as error:
-        unusable = f"has no usable line ({len(items)} skipped)", f"can be used ({len(items)} skipped"
-        if not any(text in str(error) for text in unusable) and not is_of_container(error):
-            outcome.violations.append(f"{path}: {error}")
+        if "no recording that can be used" not in str(error):
+            outcome.violations += [f"{path}: {why}" for why in wrongly_refused(written, error)]
         outcome.refused += len(items)
     except ValueError:  # the reason for which a document is skipped
         return

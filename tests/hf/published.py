@@ -5,7 +5,8 @@ disk, documents, logits, loss, and gradients by the same names, all computed by 
 """
 
 import functools
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
@@ -156,6 +157,28 @@ def write_published(name: str, folder: Path) -> Path:
     (folder / "config.json").write_text(str(arrays["config"]))
     save_file(group(arrays, "weight"), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
+
+
+def change_published(folder: Path, change: Callable[[dict[str, Any], dict[str, np.ndarray]], Any]) -> Path:
+    """Rewrites a checkpoint: change(its settings, its tensors) changes both in place."""
+    settings = json.loads((folder / "config.json").read_text())
+    change(settings, stored := tensors(folder))
+    (folder / "config.json").write_text(json.dumps(settings))
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, np.ndarray]:
+    """All tensors in a folder."""
+    return {name: x for file in folder.glob("*.safetensors") for name, x in load_file(file).items()}
+
+
+def assert_identical(found: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> None:
+    """Asserts that two sets of tensors are the same, bit by bit."""
+    assert found.keys() == want.keys()
+    for name in want:
+        assert found[name].dtype == want[name].dtype
+        np.testing.assert_array_equal(found[name], want[name], err_msg=name)
 
 
 def published(name: str, folder: Path) -> Published:

@@ -4,6 +4,7 @@ What the imported model computes, LoRA's gradients included, is compared in test
 """
 
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from jaxthd.checkpoints.weights import load_weights, named_weights, start_state
 from jaxthd.config import AdaptConfig, Config, PostTrainingConfig, RopeConfig, TrainConfig
@@ -22,7 +23,7 @@ from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.registry import export_families
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from tests.hf.published import COMPUTE, write_published
+from tests.hf.published import COMPUTE, change_published, tensors, write_published
 
 LORA = AdaptConfig(
     lora_rank=3,
@@ -44,18 +45,10 @@ def imported(folder, tmp_path_factory) -> Path:
     return out
 
 
-def tensors(folder: Path) -> dict[str, np.ndarray]:
-    return load_file(folder / "model.safetensors")
-
-
 def changed(folder: Path, out: Path, change: Callable[[dict[str, Any]], Any]) -> Path:
     """The folder with another config.json."""
-    out.mkdir()
-    fields = json.loads((folder / "config.json").read_text())
-    change(fields)
-    (out / "config.json").write_text(json.dumps(fields))
-    save_file(tensors(folder), out / "model.safetensors")
-    return out
+    shutil.copytree(folder, out)
+    return change_published(out, lambda fields, _: change(fields))
 
 
 def test_lora_stays_lora_from_import_to_export(folder, imported, tmp_path):

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from safetensors.numpy import load_file, save_file
 
 from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, LLMConfig, ModelConfig
@@ -25,7 +24,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from tests.helpers import assert_same, spans
-from tests.hf.published import BASE, COMPUTE, write_published
+from tests.hf.published import BASE, COMPUTE, assert_identical, change_published, tensors, write_published
 from tests.mtp_reference import mtp_logits, softmax
 
 LENGTHS = (5, 1, 16, 2, 3)
@@ -69,15 +68,12 @@ def mtp_tensors(llm: LLMConfig, modules: int = 1) -> dict[str, np.ndarray]:
 
 def write(folder: Path, modules: int = 1, **fields: Any) -> Path:
     """The library's checkpoint, with multi-token prediction added by hand; its tensors in the same file."""
-    write_published("nemotron_h", folder)
-    settings = json.loads((folder / "config.json").read_text())
-    settings |= {"num_nextn_predict_layers": modules, "mtp_hybrid_override_pattern": "*E"} | fields
-    (folder / "config.json").write_text(json.dumps(settings))
-    tensors = load_file(folder / "model.safetensors")
-    if modules:
-        tensors |= mtp_tensors(model_config(folder, model=BASE).llm, modules)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
+
+    def change(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        settings |= {"num_nextn_predict_layers": modules, "mtp_hybrid_override_pattern": "*E"} | fields
+        tensors |= mtp_tensors(NEMOTRON_H.read(settings, BASE.llm), modules)
+
+    return change_published(write_published("nemotron_h", folder), change)
 
 
 def test_predictions_are_those_of_the_tensors(tmp_path):
@@ -106,10 +102,10 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
 
         found = jax.jit(predicted)(*weights, jax.tree.map(jnp.asarray, batch))
         logp_KN, h_ND, x_ND = map(np.asarray, found)
-        tensors = {n: x.astype(np.float64) for n, x in load_file(folder / "model.safetensors").items()}
-        head = tensors["lm_head.weight"]
+        stored = {n: x.astype(np.float64) for n, x in tensors(folder).items()}
+        head = stored["lm_head.weight"]
         for one, span in zip(documents, spans(LENGTHS), strict=True):
-            logits = mtp_logits(tensors, read.llm, 2, h_ND[span], x_ND[span], head)
+            logits = mtp_logits(stored, read.llm, 2, h_ND[span], x_ND[span], head)
             for depth, logits_TV in enumerate(logits):
                 want = np.zeros(len(one))
                 targets = one.tokens[depth + 2 :]
@@ -124,25 +120,21 @@ def imported(folder: Path, model: ModelConfig) -> dict[str, np.ndarray]:
     return jax.tree.map(np.asarray, named_weights(weights))
 
 
-def given_back(published: Path, tmp_path: Path, **options: Any) -> tuple[dict[str, np.ndarray], Any]:
-    """(tensors, settings) of the LLM, imported and exported."""
+def given_back(published: Path, tmp_path: Path) -> Any:
+    """Imports and exports the LLM, whose tensors must come back; returns the settings of the export."""
     encoder = write_published("fastconformer", tmp_path / "encoder")
     import_weights([str(published), str(encoder)], tmp_path / "imported")
-    export_weights(tmp_path / "imported", tmp_path / "out", form="llm", **options)
-    settings = json.loads((tmp_path / "out" / "config.json").read_text())
-    return load_file(tmp_path / "out" / "model.safetensors"), settings
+    export_weights(tmp_path / "imported", tmp_path / "out", form="llm")
+    assert_identical(tensors(tmp_path / "out"), tensors(published))
+    return json.loads((tmp_path / "out" / "config.json").read_text())
 
 
 def test_it_comes_back_bit_identical(tmp_path):
     """Of depths with weights of their own one after the other. A run may start from it with the depths or
     without."""
-    folder, modules = write(tmp_path / "llm", 2), 2
-    found, settings = given_back(folder, tmp_path)
-    want = load_file(folder / "model.safetensors")
-    assert found.keys() == want.keys()
-    for name, x in want.items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
-    assert settings["num_nextn_predict_layers"] == modules
+    folder = write(tmp_path / "llm", 2)
+    settings = given_back(folder, tmp_path)
+    assert settings["num_nextn_predict_layers"] == 2
     assert settings["mtp_hybrid_override_pattern"] == "*E"
     assert settings["mtp_layers_block_type"] == ["full_attention", "moe"]
     assert model_config(tmp_path / "out") == model_config(folder)
@@ -193,8 +185,13 @@ def test_it_is_drawn_where_the_checkpoint_has_none(tmp_path, capsys):
 )
 def test_damaged_tensors_are_named(change, message, tmp_path):
     folder = write(tmp_path / "llm")
-    tensors = load_file(folder / "model.safetensors") | change
-    save_file({n: x for n, x in tensors.items() if x is not None}, folder / "model.safetensors")
+
+    def damage(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        tensors |= {name: x for name, x in change.items() if x is not None}
+        for name in change.keys() - {name for name, x in change.items() if x is not None}:
+            del tensors[name]
+
+    change_published(folder, damage)
     with pytest.raises(UserError, match=message):
         imported(folder, model_config(folder, model=TEXT))
 
@@ -209,8 +206,8 @@ def test_other_weights_are_refused(tmp_path):
             imported(folder, replace(read, llm=replace(read.llm, **change)))
 
 
-def deepseek_tensors(tensors: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, np.ndarray]:
-    """DeepSeek-V3's names: one more layer, with copies of the embedding and the head."""
+def deepseek_tensors(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Adds them by DeepSeek-V3's names: one more layer, with copies of the embedding and the head."""
     last, dim = settings["num_hidden_layers"] - 1, settings["hidden_size"]
     more = {
         "eh_proj.weight": np.arange(2 * dim * dim, dtype=np.float32).reshape(dim, 2 * dim),
@@ -224,11 +221,11 @@ def deepseek_tensors(tensors: dict[str, np.ndarray], settings: dict[str, Any]) -
     layer = f"model.layers.{last}."
     more |= {n.removeprefix(layer): x + 1 for n, x in tensors.items() if n.startswith(layer)}
     settings["num_nextn_predict_layers"] = 1
-    return {f"model.layers.{last + 1}.{name}": x for name, x in more.items()}
+    tensors |= {f"model.layers.{last + 1}.{name}": x for name, x in more.items()}
 
 
-def qwen_tensors(tensors: dict[str, np.ndarray], settings: dict[str, Any]) -> dict[str, np.ndarray]:
-    """Qwen3-Next's names; its settings do not tell of it."""
+def qwen_tensors(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+    """Adds them by Qwen3-Next's names; its settings do not tell of it."""
     dim, kinds = settings["hidden_size"], settings["layer_types"]
     layer = f"model.layers.{kinds.index('full_attention')}."
     more = {"mtp.fc.weight": np.arange(2 * dim * dim, dtype=np.float32).reshape(dim, 2 * dim)}
@@ -236,9 +233,8 @@ def qwen_tensors(tensors: dict[str, np.ndarray], settings: dict[str, Any]) -> di
         f"mtp.{name}.weight": np.float32(n) + np.arange(dim, dtype=np.float32)
         for n, name in enumerate(("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm"))
     }
-    return more | {
-        n.replace(layer, "mtp.layers.0."): x + 1 for n, x in tensors.items() if n.startswith(layer)
-    }
+    more |= {n.replace(layer, "mtp.layers.0."): x + 1 for n, x in tensors.items() if n.startswith(layer)}
+    tensors |= more
 
 
 @pytest.mark.parametrize(
@@ -247,24 +243,14 @@ def qwen_tensors(tensors: dict[str, np.ndarray], settings: dict[str, Any]) -> di
 def test_that_of_other_families_comes_back_bit_identical(name, made, pattern, tmp_path, capsys):
     """A model may do without it, and a checkpoint without its tensors has none."""
     folder = write_published(name, tmp_path / "llm")
-    settings, tensors = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / "model.safetensors"),
-    )
     assert model_config(folder, model=TEXT).llm.mtp_pattern == ""
-    tensors |= made(tensors, settings)
-    (folder / "config.json").write_text(json.dumps(settings))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    read = model_config(folder, model=TEXT)
+    read = model_config(change_published(folder, made), model=TEXT)
     assert (read.llm.mtp_pattern, read.llm.mtp_modules) == (pattern, 1)
     whole = imported(folder, read)
     norms = [whole[f"mtp.depths.{norm}.weight"][0, 0] for norm in ("enorm", "hnorm", "final_layernorm")]
     assert norms == [0, 1, 2]
     assert whole["mtp.depths.eh_proj.w"][0, 1, 0] == 1, "transposed"
-    found, _ = given_back(folder, tmp_path)
-    assert found.keys() == tensors.keys()
-    for each, x in tensors.items():
-        np.testing.assert_array_equal(found[each], x, err_msg=each)
+    given_back(folder, tmp_path)
     assert model_config(tmp_path / "out", model=TEXT) == read
     capsys.readouterr()
     without = imported(folder, replace(read, llm=replace(read.llm, mtp_pattern="")))
@@ -279,19 +265,12 @@ def test_that_of_other_families_comes_back_bit_identical(name, made, pattern, tm
 
 def test_an_export_like_a_checkpoint_keeps_what_the_model_does_without(tmp_path):
     """Its layer of multi-token prediction is copied, and said in config.json, so it is read back."""
-    folder = write_published("deepseek_v3", tmp_path / "llm")
-    settings, tensors = (
-        json.loads((folder / "config.json").read_text()),
-        load_file(folder / "model.safetensors"),
-    )
-    tensors |= deepseek_tensors(tensors, settings)
-    (folder / "config.json").write_text(json.dumps(settings))
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    folder = change_published(write_published("deepseek_v3", tmp_path / "llm"), deepseek_tensors)
     model = replace(TEXT, llm=replace(model_config(folder, model=TEXT).llm, mtp_pattern=""))
     shapes = {name: x.shape for name, x in imported(folder, model).items()}
     family = open_checkpoint(folder).family
     export(
         model, shapes, lambda part: np.zeros(part.shape, np.float32), family, tmp_path / "out", like=folder
     )
-    assert load_file(tmp_path / "out" / "model.safetensors").keys() == tensors.keys()
+    assert tensors(tmp_path / "out").keys() == tensors(folder).keys()
     assert model_config(tmp_path / "out", model=TEXT).llm.mtp_pattern == "LE"

@@ -219,8 +219,15 @@ def test_other_encoders_and_damaged_archives_are_refused(tmp_path):
         config = {**CONFIG, "encoder": CONFIG["encoder"] | changed}
         with pytest.raises(UserError, match=r"the encoder in .* describes a model that jaxthd does not have"):
             model_config(write_nemo(tmp_path / f"{name}.nemo", weights, config))
-    with pytest.raises(UserError, match="describes no FastConformer"):
-        model_config(write_nemo(tmp_path / "b.nemo", weights, {"decoder": {}}))
+    linked = CONFIG["encoder"] | {"feat_in": "${model.preprocessor.features}"}
+    for number, config in enumerate(({"decoder": {}}, {"encoder": None}, {"encoder": linked})):
+        with pytest.raises(UserError, match="describes no FastConformer"):
+            model_config(write_nemo(tmp_path / f"b{number}.nemo", weights, config))
+    wrong = {**CONFIG, "encoder": CONFIG["encoder"] | {"n_layers": "two"}}
+    with pytest.raises(UserError, match=r"has encoder\.n_layers 'two'; expected an integer"):
+        open_checkpoint(write_nemo(tmp_path / "e.nemo", weights, wrong))
+    with pytest.raises(UserError, match="it holds no settings"):
+        open_checkpoint(write_nemo(tmp_path / "f.nemo", weights, []))
     path = write_nemo(tmp_path / "c.nemo", weights)
     path.write_bytes(path.read_bytes()[:700])
     with pytest.raises(UserError, match=r"no whole \.nemo archive|has no model_weights"):

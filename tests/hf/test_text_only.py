@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
@@ -19,7 +18,7 @@ from jaxthd.hf.registry import FAMILIES, export_families
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.score import main
 from jaxthd.steps.blueprint import Blueprint
-from tests.hf.published import REFERENCES, write_published
+from tests.hf.published import REFERENCES, assert_identical, tensors, write_published
 
 FOLDER = REFERENCES / "text_only"
 PARTS = {"embedding", "decoder", "head"}
@@ -76,10 +75,7 @@ def test_a_folder_becomes_a_model_and_comes_back(tmp_path: Path, capsys: pytest.
     names = {"config.json", "generation_config.json", "model.safetensors"}
     names |= {"tokenizer.json", "tokenizer_config.json"}
     assert {path.name for path in (tmp_path / "exported").iterdir()} == names
-    found, want = (load_file(folder / "model.safetensors") for folder in (tmp_path / "exported", FOLDER))
-    assert found.keys() == want.keys()
-    for name, x in want.items():
-        np.testing.assert_array_equal(found[name], x, err_msg=name)
+    assert_identical(tensors(tmp_path / "exported"), tensors(FOLDER))
     assert model_config(tmp_path / "exported") == model_config(FOLDER)
 
 
@@ -115,7 +111,7 @@ def test_the_llm_is_taken_out_of_a_speech_model(tmp_path: Path, capsys: pytest.C
     capsys.readouterr()
     speech = loaded([tmp_path / "text"], model_config(FOLDER, model=ModelConfig(encoder=SMALL)))
     assert "no source holds them: adapter (1 array), encoder (" in capsys.readouterr().out
-    np.testing.assert_array_equal(speech["head"], load_file(FOLDER / "model.safetensors")["lm_head.weight"])
+    np.testing.assert_array_equal(speech["head"], tensors(FOLDER)["lm_head.weight"])
 
 
 def test_what_a_text_only_model_has_no_use_for_is_refused(tmp_path: Path):

@@ -26,12 +26,12 @@ from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
+from jaxthd.inference.drawing import random_bits
 from jaxthd.inference.generator import (
     Answer,
     AnswerDelta,
     Generator,
     for_generation,
-    random_bits,
     whole_answer,
 )
 from jaxthd.models.stacks import to_stages
@@ -193,7 +193,7 @@ def test_answers_are_those_of_each_conversation_alone_on_any_mesh(conversations,
             assert [answer.end for answer in answers] == ["length" if len(t) == NEW else "stop" for t in want]
 
 
-def test_deltas_are_the_whole_answer_and_two_programs_serve_all(conversations):
+def test_deltas_are_the_whole_answer_and_three_programs_serve_all(conversations):
     """Whatever is asked, however long, and however often one looks: nothing is compiled anew."""
     with jax.enable_x64(True):
         own = generator()
@@ -213,7 +213,7 @@ def test_deltas_are_the_whole_answer_and_two_programs_serve_all(conversations):
             assert all(len(a.tokens) == most for a in whole if a.end == "length")
         for length in (1, 5, 60, 406):
             own.generate([Example("x", (Turn("user", ("a" * length,)),))])
-        assert own.compilations == 2
+        assert own.compilations == 3
 
 
 def test_draws_depend_on_seed_and_key_and_not_on_company(conversations):
@@ -236,14 +236,14 @@ def test_any_of_several_tokens_ends_an_answer(conversations, monkeypatch: pytest
         stops = {tokens[min(k + 1, len(tokens) - 1)] for k, tokens in enumerate(never)}
         monkeypatch.setattr(ByteTokenizer, "eos_ids", (TOKENIZER.eos_id, *stops))
         own, reached = generator(batch=5), []
-        decode = own._decode
+        steps = own._drawing._steps
 
         def noted(*arguments: Any) -> Any:
-            decoding, found = decode(*arguments)
-            reached.append(int(found.number))
-            return decoding, found
+            places, found = steps.decode(*arguments)
+            reached.append(int(places.decoding.steps[0]))
+            return places, found
 
-        monkeypatch.setattr(own, "_decode", noted)
+        monkeypatch.setattr(own._drawing, "_steps", steps._replace(decode=noted))
         answers = own.generate(conversations)
         cuts = [next((i for i, t in enumerate(tokens) if t in stops), len(tokens)) for tokens in never]
         want = [tokens[:cut] for tokens, cut in zip(never, cuts, strict=True)]

@@ -10,10 +10,9 @@ import pytest
 from jaxthd.checkpoints.weights import Weights, start_state
 from jaxthd.config import Config, DataConfig, LLMConfig, ModelConfig, TrainConfig
 from jaxthd.data.text.tokenizer import load_tokenizer
-from jaxthd.inference.score_lines import score_line
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.metrics_file import read_metrics
-from jaxthd.score import score_manifest
+from jaxthd.score import score_line, score_manifest
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import canonical_form
 from jaxthd.train import train

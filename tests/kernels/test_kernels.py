@@ -28,7 +28,7 @@ from jaxthd.ops.attention.contract import AttentionBackend
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.ops.scan.backends import scan
-from jaxthd.ops.scan.contract import ScanShape
+from jaxthd.ops.scan.contract import ScanInputs, ScanShape
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.planning.compiled_step import abstract_batch
@@ -135,7 +135,7 @@ def test_what_is_not_settled_is_not_guessed():
     with pytest.raises(ValueError, match="expected one of te, cudnn, pallas, xla"):
         packed_attention(x, x, x, segments, scale=1.0, exchange="ring", backend="auto")
     with pytest.raises(ValueError, match="expected one of pallas, xla"):
-        scan(x, x[..., 0], x[0, :, 0], x, x, segments, chunk=16, backend="auto")
+        scan(ScanInputs(x, x[..., 0], x[0, :, 0], x, x), segments, chunk=16, backend="auto")
 
 
 def test_the_shape_is_that_of_a_tensor_rank():
@@ -312,14 +312,12 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     config = Config(mesh=sizes, model=model, compute=ComputeConfig(context_layout=layout), data=data)
     scanned = set()
 
-    def recorded(*given: Any, chunk: int, backend: str) -> Any:
+    def recorded(inputs: ScanInputs, segments: Any, *, chunk: int, backend: str) -> Any:
         """Keeps the shape of each call, without the dtype."""
-        x, _, _, b, _, segments = given
-        stays = segments.cut is not None  # a rank scans its row as one
-        pieces = 1 if stays else segments.context_chunks
-        chunk = scan_pallas.chunk_of(chunk, len(x) // segments.rows // pieces)
-        scanned.add((x.shape[1], b.shape[1], chunk, segments.context > 1 and not stays))
-        return scan(*given, chunk=chunk, backend=backend)
+        x, b, own = inputs.x, inputs.b, segments if segments.cut is None else segments.cut.own
+        size = scan_pallas.chunk_of(chunk, len(x) // own.rows // own.context_chunks)
+        scanned.add((x.shape[1], b.shape[1], size, own.context > 1))
+        return scan(inputs, segments, chunk=chunk, backend=backend)
 
     monkeypatch.setattr("jaxthd.models.mixers.mamba2.scan", recorded)
     mesh = make_mesh(sizes)

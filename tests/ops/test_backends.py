@@ -16,7 +16,7 @@ from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.verified import VERIFIED
 from jaxthd.ops.attention import blockwise, cudnn
 from jaxthd.ops.attention.backends import BACKENDS
-from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call, local_call, remote_call
+from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.attention.thd import packed_segments
 from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import DualChunkSwap
@@ -41,14 +41,15 @@ def on_ranks(ids: np.ndarray, positions: np.ndarray, block: int) -> Segments:
 
 def calls(segments: Segments) -> list[Call]:
     """The local one, then those of the ring steps."""
-    remote = segments.keys_by_step[1:]
-    return [local_call(segments), *(remote_call(segments, intervals) for intervals in remote)]
+    local, *remote = segments.keys.by_step
+    documents, block, rows = segments.rows * (segments.documents or 0), segments.block, segments.rows
+    return [Call(local, True, block, documents), *(Call(x, False, block, rows) for x in remote)]
 
 
 @partial(jax.jit, static_argnums=2)
 def intervals_of(ids: Any, positions: Any, block: int) -> Any:
     """What the queries of one device see."""
-    return make_segments(ids, positions, block=block, axis=None).local
+    return make_segments(ids, positions, block=block, axis=None).keys.local
 
 
 @pytest.mark.parametrize("context", [2, 4])

@@ -10,12 +10,12 @@ from jax.sharding import AxisType, PartitionSpec
 
 import jaxthd.ops.cross_entropy as module
 from jaxthd.ops.cross_entropy import (
+    HeadBlocks,
+    HeadInputs,
     TokenScores,
-    supervised_drawn_log_probs,
     supervised_log_probs,
     supervised_top_k,
 )
-from jaxthd.ops.sampling import make_sampling
 from tests.helpers import assert_same
 
 N, D, V = 37, 6, 29
@@ -39,7 +39,11 @@ def problem(count: int, dtype=np.float64):
 @partial(jax.jit, static_argnums=5)
 def value_and_gradients(h, head, targets, supervised, dlogp, vocab_block):
     logp, pull = jax.vjp(
-        lambda h, head: supervised_log_probs(h, head, targets, supervised, ROWS, vocab_block), h, head
+        lambda h, head: supervised_log_probs(
+            HeadInputs(h, head, targets, supervised), HeadBlocks(ROWS, vocab_block)
+        ),
+        h,
+        head,
     )
     return logp, *pull(dlogp)
 
@@ -68,21 +72,21 @@ def test_equals_log_softmax(vocab_block):
 
 
 def test_logits_over_a_temperature_and_their_gradients():
-    """Against log_softmax of divided logits, also of the likeliest entries and of what top-p keeps."""
-    temperature, top_p = 0.7, 0.6
+    """Against log_softmax of divided logits, also of the likeliest entries."""
+    temperature = 0.7
     with jax.enable_x64(True):
         h, head, targets, supervised, dlogp = problem(24)
         h[::3] /= 50
         targets[:9] = np.argmax(h @ head.T, axis=1)[:9]
-        given = *map(jnp.asarray, (h, head, targets, supervised)), ROWS, 10, ()
+        given, blocks = [jnp.asarray(targets), jnp.asarray(supervised)], HeadBlocks(ROWS, 10, (), temperature)
 
         @jax.jit
         def both(h, head):
             logp, pull = jax.vjp(
-                lambda h, head: supervised_log_probs(h, head, *given[2:], temperature), h, head
+                lambda h, head: supervised_log_probs(HeadInputs(h, head, *given), blocks), h, head
             )
             want, want_pull = jax.vjp(
-                lambda h, head: reference(h / temperature, head, *given[2:4], dlogp)[0], h, head
+                lambda h, head: reference(h / temperature, head, *given, dlogp)[0], h, head
             )
             return (logp, *pull(jnp.asarray(dlogp))), (want, *want_pull(dlogp))
 
@@ -90,22 +94,9 @@ def test_logits_over_a_temperature_and_their_gradients():
         logp = found[0]
         for got, part in zip(found, wanted, strict=True):
             assert_same(got, part, 1e-10)
-        top_k = jax.jit(lambda h, head: supervised_top_k(h, head, *given[2:], temperature, top_k=3).log_probs)
-        np.testing.assert_allclose(top_k(h, head), logp, atol=1e-10)
-        sampling = make_sampling(temperature, 0, top_p, "float64")
-        drawn = np.asarray(
-            jax.jit(lambda h, head: supervised_drawn_log_probs(h, head, *given[2:5], sampling))(h, head)
-        )
-        all_NV = np.exp(np.asarray(jax.nn.log_softmax(h @ head.T / temperature)))
-    for n in np.flatnonzero(supervised):
-        # The fewest of the likeliest that reach top_p are those with less than top_p before them.
-        before = all_NV[n][all_NV[n] > all_NV[n, targets[n]]].sum()
-        kept = [p for p in all_NV[n] if all_NV[n][all_NV[n] > p].sum() < top_p]
-        own = np.log(all_NV[n, targets[n]] / sum(kept)) if before < top_p else -np.inf
-        np.testing.assert_allclose(drawn[n], own, atol=1e-10)
-    assert np.isfinite(drawn[supervised]).any()
-    assert np.isneginf(drawn[supervised]).any()
-    assert not drawn[~supervised].any()
+        inputs = HeadInputs(jnp.asarray(h), jnp.asarray(head), *given)
+        top_k = jax.jit(supervised_top_k, static_argnums=(1, 2))(inputs, blocks, 3)
+        np.testing.assert_allclose(top_k.log_probs, logp, atol=1e-10)
 
 
 def test_float32_equals_float64():
@@ -169,7 +160,7 @@ def test_the_likeliest_entries_are_those_of_a_sort(k, vocab_block):
 
     @jax.jit
     def run(h, head, targets, supervised):
-        return supervised_top_k(h, head, targets, supervised, ROWS, vocab_block, top_k=k)
+        return supervised_top_k(HeadInputs(h, head, targets, supervised), HeadBlocks(ROWS, vocab_block), k)
 
     with jax.enable_x64(True):
         for count in COUNTS:
@@ -187,7 +178,7 @@ def test_ranks_that_share_the_vocabulary_find_the_same_entries(k):
     mesh = jax.make_mesh((2, 2), axes, axis_types=(AxisType.Auto,) * 2, devices=jax.devices()[:4])
 
     def rank(h, head, targets, supervised):
-        return supervised_top_k(h, head, targets, supervised, ROWS, 3, axes, top_k=k)
+        return supervised_top_k(HeadInputs(h, head, targets, supervised), HeadBlocks(ROWS, 3, axes), k)
 
     everywhere = PartitionSpec()
     in_specs = (everywhere, PartitionSpec(axes), everywhere, everywhere)

@@ -14,6 +14,7 @@ from jaxthd.ops.conv import causal_conv
 from jaxthd.ops.delta.cuts import outputs_and_states
 from jaxthd.ops.delta.rule import DeltaInputs
 from jaxthd.ops.scan.backends import scan
+from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
@@ -74,7 +75,9 @@ def mixers(params: Any, x: Any, segments: Any, exchange: str) -> Any:
     attended = packed_attention(q, k, v, segments, **how)
     in_windows = packed_attention(q, k, v, segments, sink_H=sinks, in_window=True, **how)
     convolved = causal_conv(v.reshape(len(v), -1), taps, bias, segments, silu=True)
-    scanned = scan(v, jax.nn.softplus(dt), -jnp.exp(rates), b, c, segments, chunk=6, backend="xla")
+    scanned = scan(
+        ScanInputs(v, jax.nn.softplus(dt), -jnp.exp(rates), b, c), segments, chunk=6, backend="xla"
+    )
     # Keys are not longer than 1, as the rule expects them; else its states grow without bound.
     q, k = (x[:, :2] / (1 + jnp.square(x[:, :2]).sum(-1, keepdims=True)) for x in (q, k))
     inputs = DeltaInputs(q, k, v, -jax.nn.softplus(dt), jax.nn.sigmoid(dt))

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule, gated_delta_rule_and_states
+from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule
 from jaxthd.ops.scan import state_passing
 from jaxthd.packing.segments import segments_of
 from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans
@@ -73,7 +73,9 @@ def test_it_equals_the_recurrence_of_each_document_alone(context, gather_up_to, 
     monkeypatch.setattr(state_passing, "GATHER_UP_TO", gather_up_to)
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
-        run = on_context(lambda _, x, segments: gated_delta_rule(x, segments, chunk=chunk), context, block=8)
+        run = on_context(
+            lambda _, x, segments: gated_delta_rule(x, segments, chunk=chunk)[0], context, block=8
+        )
         for lengths in CASES.values():
             inputs, dy, real = inputs_of(rng), rng.normal(size=(CAPACITY, H, V)), sum(lengths)
             dy[real:] = 0
@@ -89,7 +91,7 @@ def test_states_after_tokens_are_the_recurrences():
     with jax.enable_x64(True):
         inputs = inputs_of(rng)
         at = jnp.asarray([0, 12, 13, 20, -1, 34, 43, 54], jnp.int32)
-        _, states = jax.jit(lambda i, s: gated_delta_rule_and_states(i, s, at, chunk=6))(
+        _, states = jax.jit(lambda i, s: gated_delta_rule(i, s, at, chunk=6))(
             inputs, segments_of(lengths, CAPACITY)
         )
         want = each_document_alone(inputs, lengths, np.zeros((CAPACITY, H, V)))[2][at]
@@ -103,7 +105,7 @@ def test_in_float32_decays_of_any_size_stay_finite():
 
     @jax.jit
     def run(inputs, segments):
-        y, pull = jax.vjp(lambda i: gated_delta_rule(i, segments, chunk=16), inputs)
+        y, pull = jax.vjp(lambda i: gated_delta_rule(i, segments, chunk=16)[0], inputs)
         return y, pull(dy)[0]
 
     y, dinputs = run(inputs, segments_of(lengths, CAPACITY))

@@ -14,6 +14,7 @@ from jaxthd.ops.conv import causal_conv
 from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule
 from jaxthd.ops.scan import state_passing
 from jaxthd.ops.scan.backends import scan
+from jaxthd.ops.scan.contract import ScanInputs
 from tests.helpers import assert_same, on_context, row_arrays, spans
 from tests.ops import fake_kernels
 
@@ -86,11 +87,11 @@ def convolved(params: Any, x_NHP: Any, segments: Any) -> Any:
 
 def scanned(a: Any, inputs: Any, segments: Any, chunk: int = 6, backend: str = "xla") -> Any:
     x, dt, b, c = inputs
-    return scan(x, dt, a, b, c, segments, chunk=chunk, backend=backend)
+    return scan(ScanInputs(x, dt, a, b, c), segments, chunk=chunk, backend=backend)
 
 
 def by_delta(_: Any, inputs: Any, segments: Any) -> Any:
-    return gated_delta_rule(DeltaInputs(*inputs), segments, chunk=6)
+    return gated_delta_rule(DeltaInputs(*inputs), segments, chunk=6)[0]
 
 
 def inputs_of(

@@ -162,7 +162,7 @@ def _intervals_of_rank(ids, positions, rank, context, block):
 
     def one(i):
         segments = make_segments(ids[None], positions[None], block=block, axis="context")
-        return [tuple(x) for x in segments.keys_by_step]
+        return [tuple(x) for x in segments.keys.by_step]
 
     everything = jax.vmap(one, axis_name="context", axis_size=context, in_axes=0)(np.arange(context))
     return jax.tree.map(lambda x: x[rank], everything)

@@ -18,7 +18,7 @@ from jaxthd.models.mixers import Mamba2
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.ops.scan import pallas_kernels as scan_kernels
 from jaxthd.ops.scan.backends import scan
-from jaxthd.ops.scan.contract import ScanShape
+from jaxthd.ops.scan.contract import ScanInputs, ScanShape
 from jaxthd.ops.scan.pallas import ssd_pallas
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.segments import Segments, make_segments
@@ -70,14 +70,14 @@ def test_the_kernels_equal_the_scan_in_float64(context: int, chunk: int, tile: i
 
     def kernels(a: Any, inputs: Any, segments: Segments) -> Any:
         x, dt, b, c = inputs
-        low = (v.astype(dtype) for v in (b, c))
-        y = ssd_pallas(x.astype(dtype), dt, a, *low, segments, chunk=chunk, tile=tile)
+        low = ScanInputs(x.astype(dtype), dt, a, b.astype(dtype), c.astype(dtype))
+        y = ssd_pallas(low, segments, chunk=chunk, tile=tile)
         assert y.dtype == dtype
         return y.astype(jnp.float32)
 
     def exact(a: Any, inputs: Any, segments: Segments) -> Any:
         x, dt, b, c = inputs
-        return ssd(x, dt, a, b, c, segments, chunk=24)
+        return ssd(ScanInputs(x, dt, a, b, c), segments, chunk=24)
 
     run, run_exact = (on_context(f, context, block=8) for f in (kernels, exact))
     for name, lengths in CASES.items():
@@ -191,7 +191,7 @@ def test_the_kernels_lower_for_cuda(chunk: int) -> None:
     def gradients(ids: Any, positions: Any, a: Any, given: Any) -> Any:
         segments = make_segments(ids, positions, block=128, axis=None)
         run = partial(scan, segments=segments, chunk=chunk, backend="pallas")
-        y, pull = jax.vjp(lambda a, g: run(g["x"], g["dt"], a, g["b"], g["c"]), a, given)
+        y, pull = jax.vjp(lambda a, g: run(ScanInputs(a=a, **g)), a, given)
         return y, pull(y)
 
     program = jax.jit(gradients).trace(layout, layout, a, shapes)

@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec
 
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.scan import state_passing
+from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.ops.scan.ssd import ssd
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.segments import make_segments
@@ -62,7 +63,7 @@ def test_scan_equals_the_recurrence_of_each_document_alone(context, gather_up_to
     rng = np.random.default_rng(1)
     with jax.enable_x64(True):
         run = on_context(
-            lambda a, x, segments: ssd(x[0], x[1], a, x[2], x[3], segments, chunk=6), context, block=8
+            lambda a, x, segments: ssd(ScanInputs(*x[:2], a, *x[2:]), segments, chunk=6), context, block=8
         )
         for lengths in CASES.values():
             x, b, c = (rng.normal(size=(CAPACITY, *s)).astype(dtype) for s in ((H, P), (G, S), (G, S)))

@@ -106,5 +106,5 @@ def test_blocks_outside_all_windows_are_not_computed():
     """64 tokens in blocks of 8: with a window of 9 a block of queries meets two blocks of keys."""
     windowed = segments_of([64], block=8, window=9).windowed
     assert windowed is not None
-    first, end = np.asarray(windowed.local.blocks).T
+    first, end = np.asarray(windowed[0].local.blocks).T
     np.testing.assert_array_equal(end - first, [1] + [2] * 7)

@@ -16,7 +16,6 @@ import pytest
 from jaxthd.config import Config, MeshConfig
 from jaxthd.data import prompts
 from jaxthd.data.prompts import PromptStream
-from jaxthd.data.sources.manifest import read_manifest
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
@@ -27,6 +26,7 @@ from jaxthd.rl.rewards.group import Group, Rewarded
 from jaxthd.rl.rewards.registry import RewardSetting
 from jaxthd.rl.rewards.rewarder import Rewarder
 from jaxthd.run.metrics_file import read_metrics
+from tests.data.sets import read_manifest
 from tests.parallel.test_distributed import CLOCK, end, two
 from tests.test_grpo import config_of, write_prompts
 

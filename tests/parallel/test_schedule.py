@@ -13,7 +13,7 @@ CASES = [
 def work(schedule: Schedule, backward: bool) -> dict[tuple[int, int], tuple[int, int]]:
     """(microbatch, stage) -> (tick, slot)."""
     found: dict[tuple[int, int], tuple[int, int]] = {}
-    of = schedule.backward if backward else schedule.forward
+    of = schedule.table.backward if backward else schedule.table.forward
     for tick, rank in np.argwhere(of.microbatch >= 0).tolist():
         key = (int(of.microbatch[tick, rank]), int(of.chunk[tick, rank]) * schedule.ranks + rank)
         assert key not in found
@@ -33,16 +33,16 @@ def test_all_work_is_done_once_and_when_its_input_has_just_come(microbatches: in
         if s:
             assert tick == forward[m, s - 1][0] + 1  # sent at the end of the previous tick
         else:
-            assert schedule.enter[tick] == m
+            assert schedule.table.enter[tick] == m
         back = backward[m, s][0]
         if s < stages - 1:
             assert back == backward[m, s + 1][0] + 1
         else:
             assert back == tick
-            assert schedule.leave[tick] == m
+            assert schedule.table.leave[tick] == m
         if s == 0:
-            assert schedule.back[back] == m
-    for events in (schedule.enter, schedule.leave, schedule.back):
+            assert schedule.table.back[back] == m
+    for events in (schedule.table.enter, schedule.table.leave, schedule.table.back):
         assert sorted(events[events >= 0].tolist()) == list(range(microbatches))
 
 
@@ -80,5 +80,5 @@ def test_the_bubble_is_the_formulas(microbatches: int, ranks: int, chunks: int):
 def test_forward_only_has_no_backward():
     schedule = make_schedule(6, 4, backward=False)
     assert schedule.ticks == 6 + 3
-    assert (schedule.backward.microbatch < 0).all()
+    assert (schedule.table.backward.microbatch < 0).all()
     assert set(work(schedule, False)) == {(m, s) for m in range(6) for s in range(4)}

@@ -1,10 +1,8 @@
 """Devices of a command: simulated where there is no accelerator, or where there are too few."""
 
-import os
 import subprocess
 import sys
 from argparse import Namespace
-from pathlib import Path
 
 import jax
 import pytest
@@ -12,8 +10,7 @@ import pytest
 from jaxthd.config import MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.kernels.machine import Machine
-from jaxthd.parallel.devices import device_platform
-from jaxthd.parallel.mesh import make_mesh
+from jaxthd.parallel.mesh import device_platform, make_mesh
 from jaxthd.run import startup
 from jaxthd.validate import DeviceFacts
 
@@ -68,6 +65,47 @@ def test_leaving_accelerators_gives_cpu_devices():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+FREED = """
+import resource, threading
+import jax, jax.numpy as jnp
+from jaxthd.run.startup import keep_freed_memory, simulate_devices
+
+def faults(work):
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    work()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+def arrays():
+    for _ in range(5):
+        b"x" * (40 << 20)
+
+def in_a_thread(found):
+    thread = threading.Thread(target=lambda: found.append(faults(arrays)))
+    thread.start()
+    thread.join()
+    return found[0]
+
+simulate_devices(1)
+given_back = faults(arrays)
+assert keep_freed_memory() == (given_back > 0)
+arrays()
+print(given_back, faults(arrays), in_a_thread([]))
+x, plus_one = jnp.zeros((25 << 20,), jnp.float32), jax.jit(lambda x: x + 1)
+print(min(faults(lambda: plus_one(x).block_until_ready()) for _ in range(15)))
+"""
+
+
+def test_freed_memory_is_kept_by_the_c_library():
+    """In a process of its own, whose C library it changes. The thread's first array is new to it. Some calls
+    of the program of 100 MiB find new memory, while an earlier result is not freed yet."""
+    done = subprocess.run([sys.executable, "-c", FREED], capture_output=True, text=True, check=True)
+    given_back, kept, in_thread, by_program = map(int, done.stdout.split())
+    assert given_back >= 5 * (40 << 20) // 4096 / 512, "this C library keeps freed memory by itself"
+    assert kept < given_back / 10
+    assert in_thread < given_back / 2
+    assert by_program < (100 << 20) // 4096 / 10
+
+
 @pytest.mark.parametrize(
     "reason", [AssertionError(), RuntimeError("Unable to initialize backend 'tpu': none")]
 )
@@ -89,19 +127,3 @@ def test_a_platform_that_does_not_start_is_named(reason: Exception, monkeypatch:
             UserError, match=r"JAX_PLATFORMS is 'cuda', and jax cannot start that .* set it to cpu"
         ):
             started()
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("platform", ["cuda", "gpu", "tpu", "rocm", "banana"])
-def test_commands_say_what_to_do_without_the_platform_that_is_asked_for(platform: str, tmp_path: Path):
-    """Here no accelerator is installed."""
-    single = str(Path(__file__).parents[2] / "configs" / "single.py")
-    for words in (["doctor"], ["train", single], ["generate", single, "--weights", "x", "--prompt", "hi"]):
-        command = [sys.executable, "-m", "jaxthd", *words]
-        environment = os.environ | {"JAX_PLATFORMS": platform, "PYTHONPATH": os.pathsep.join(sys.path)}
-        ran = subprocess.run(
-            command, env=environment, cwd=tmp_path, capture_output=True, text=True, check=False
-        )
-        assert ran.returncode == 1
-        assert f"error: JAX_PLATFORMS is '{platform}'" in ran.stderr
-        assert "Traceback" not in ran.stderr

@@ -14,8 +14,7 @@ import pytest
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.run.trackers import background
 from jaxthd.run.trackers.mlflow import MLflow
-from jaxthd.run.trackers.sent import Sent
-from jaxthd.run.trackers.tracker import Line, TrackedRun, scalars
+from jaxthd.run.trackers.tracker import Line, Sent, TrackedRun, scalars
 
 
 class Service:

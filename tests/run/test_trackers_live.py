@@ -20,7 +20,7 @@ import pytest
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.run.trackers.background import CLOSE_SECONDS
 from jaxthd.run.trackers.tracker import scalars
-from jaxthd.run.trackers.wandb_files import histories
+from jaxthd.run.trackers.wandb import histories
 from tests import survival
 
 pytestmark = pytest.mark.nightly

@@ -134,7 +134,7 @@ def test_a_checkpoint_of_another_optimizer_or_without_averages_is_refused(tmp_pa
         lion.restored(folder)
     plain = replace(run.config, train=replace(run.config.train, ema_decay=0.0))
     run.blueprint = Blueprint(plain)
-    with pytest.raises(UserError, match=r"keeps an average.*train\.ema_decay"):
+    with pytest.raises(UserError, match=r"keeps a moving average.*train\.ema_decay"):
         run.restored(folder)
     run.save(tmp_path / "plain" / "checkpoints", run.first()._replace(ema=None))
     write_config(tmp_path / "plain", plain)

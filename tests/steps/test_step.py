@@ -28,7 +28,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.parallel.params import Buffer, weight_decay_mask
+from jaxthd.parallel.params import Buffer, metadata
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import learning_rate_schedule
 from jaxthd.steps.training import loss_and_gradient, make_train_step
@@ -43,7 +43,7 @@ MODEL = ModelConfig(
 
 
 def test_weight_decay_is_on_weight_matrices_only():
-    mask = weight_decay_mask(nnx.state(Blueprint(Config(model=MODEL)).model, nnx.Param))
+    mask = metadata(nnx.state(Blueprint(Config(model=MODEL)).model, nnx.Param), "decayed")
     flat = {jax.tree_util.keystr(p): m for p, m in jax.tree_util.tree_leaves_with_path(mask)}
     names = {True: set(), False: set()}
     for path, decayed in flat.items():

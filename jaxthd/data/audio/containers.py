@@ -1,15 +1,94 @@
-"""Headers of sound files against their bytes: what a file says to hold, and what it holds."""
+"""The bytes of sound files: as soundfile reads them, and headers against what follows.
 
+A View gives soundfile the bytes of a file, or of one inside of another, with a header mended or without an
+end. The rest compares what a file says to hold with what it holds. Those of FLAC and MP3 are in files of
+their own.
+"""
+
+import io
 import re
 import struct
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from jaxthd.data.audio.views import View
-
+ENDLESS = 1 << 40
+"""Size in bytes of a view without an end. Readers that derive a length from it arrive at centuries."""
+DURATION_SLACK = 0.25
+"""Seconds by which a file may end before the duration that its manifest or its header gives (rounding, codec
+padding)."""
 TAIL = 1 << 17
 """Bytes at a file's end in which its last frame or page is searched. An Ogg page has at most 65,307."""
 NEAR = 1 << 17
 """Bytes by which a size may miss 2^31 or 2^32 that stands for unknown: sox, arecord and others write such."""
+
+
+class View:
+    """Bytes `start` to `start + size` of an open file, for soundfile. It reads no more than requested.
+
+    endless: it says to have 2^40 bytes, so that a decoder which would derive the length from the size goes on
+    until no more bytes come. patch: bytes that replace those of the file from a position on, which mend a
+    header. error: the OSError that ended the reading; libsndfile itself sees only an end of file.
+    """
+
+    def __init__(
+        self,
+        file: io.BufferedIOBase,
+        start: int,
+        size: int,
+        *,
+        endless: bool = False,
+        patch: tuple[int, bytes] = (0, b""),
+    ) -> None:
+        self.size = size
+        self.error: OSError | None = None
+        self._file, self._start, self._at = file, start, 0
+        self._stated_size, self._patch = ENDLESS if endless else size, patch
+
+    def again(self) -> "View":
+        """Returns a view of the same bytes with a position of its own."""
+        return View(self._file, self._start, self.size)
+
+    def with_patch(self, at: int, data: bytes) -> "View":
+        """Returns a view of the same bytes in which `data` replaces those from `at` on."""
+        return View(self._file, self._start, self.size, patch=(at, data))
+
+    def without_end(self) -> "View":
+        """Returns an endless view of the same bytes."""
+        return View(self._file, self._start, self.size, endless=True)
+
+    def seek(self, offset: int, whence: int = 0) -> int:
+        at = offset + (0, self._at, self._stated_size)[whence]
+        if at >= 0:  # otherwise the position stays, which libsndfile notices
+            self._at = at
+        return self._at
+
+    def tell(self) -> int:
+        return self._at
+
+    def read(self, size: int) -> bytes:
+        """Returns up to `size` bytes."""
+        buffer = bytearray(max(min(size, self.size - self._at), 0))
+        return bytes(buffer[: self.readinto(buffer)])
+
+    def readinto(self, buffer: Any) -> int:
+        """Fills the buffer as far as the bytes go, and returns how many there were."""
+        if self._at >= ENDLESS - 1024:  # mpg123 takes a file for a pipe whose last 128 bytes it cannot read
+            buffer[:] = bytes(len(buffer))
+            return len(buffer)
+        wanted = memoryview(buffer)[: max(self.size - self._at, 0)]
+        try:
+            self._file.seek(self._start + self._at)
+            count = self._file.readinto(wanted)
+            if count < len(wanted):
+                raise OSError("the file has become shorter since its headers were read")
+        except OSError as error:
+            self.error = error
+            return 0
+        at, data = self._patch
+        first, last = max(at, self._at), min(at + len(data), self._at + count)
+        if first < last:
+            wanted[first - self._at : last - self._at] = data[first - at : last - at]
+        self._at += count
+        return count
 
 
 class SampleData(NamedTuple):
@@ -96,75 +175,29 @@ def mended(view: View) -> View:
     return view.with_patch(found.size_at, struct.pack(found.size_form, min(size, limit)))
 
 
-def fault_of(
-    view: View, kind: str, log: str, frames: int, rate: int, slack: float, *, every_byte: bool
-) -> str | None:
+def fault_of(view: View, kind: str, frames: int, rate: int) -> str | None:
     """Says why a file may not be read to its end as if that were all of it; None where nothing shows.
 
-    kind: libsndfile's name of its format. log: what libsndfile said of its header. frames: as many as decode,
-    or as libsndfile says. slack: seconds that may be missing. every_byte: reads the file through for further
-    streams after the first, where a format may have them; otherwise headers and the file's end. The message
-    has the form "cut short: its header says 3.0 s, 1.8 s are there".
+    kind: libsndfile's name of its format. frames: as many as decode, or as libsndfile says. The message has
+    the form "cut short: its header says 3.0 s, 1.8 s are there".
     """
-    every_byte |= view.size <= 1 << 20  # no more than one read
-    if kind in ("OGG", "FLAC") and every_byte and (fault := _further_stream(view, kind)):
-        return fault
     if kind == "OGG":
         return _fault_of_ogg(view)
-    if kind == "FLAC":
-        stated, there = flac_stated(view), flac_frames(view)
-        return compare_frames(stated, there, rate, slack) if stated and there is not None else None
     if kind == "NIST":
         view.seek(0)
         count = re.search(rb"sample_count -i (\d+)", view.read(1024))
-        return (
-            compare_frames(int(count[1]), frames, rate, slack) if count and int(count[1]) > frames else None
-        )
-    if kind in _COUNTED_IN_LOG:
-        return _fault_in_log(kind, log, frames, rate, slack)
+        return compare_frames(int(count[1]), frames, rate) if count and int(count[1]) > frames else None
     found = sample_data(view)
     if not found or found.stated is None:
         return None
     if found.stated > found.size:
         stated = round(frames * found.stated / max(found.size, 1))
-        return compare_frames(stated, frames, rate, slack, cut=True)
+        return compare_frames(stated, frames, rate, cut=True)
     # libsndfile reads a W64 file to its end, whatever size its header has.
     if found.stated < found.size and kind != "W64" and not _only_chunks(view, found):
         there = round(frames * found.size / max(found.stated, 1)) if found.stated else frames
-        return compare_frames(frames, there, rate, slack)
+        return compare_frames(frames, there, rate)
     return None
-
-
-_COUNTED_IN_LOG = {
-    "AVR": r"Frames +: (\d+)",
-    "MPC2K": r"Frames +: (\d+)",
-    "MAT4": r"Cols +: (\d+)",
-    "MAT5": r"Cols +: (\d+)",
-    "SVX": r"BODY : (\d+) \(should be (\d+)\)",
-    "WVE": r"Data length (\d+) should be (\d+)",
-    "VOC": r"(truncated)",
-}
-"""Patterns of the length in libsndfile's log, for formats whose header is not read here: frames, or the
-stated size and the one that is there. The last match counts."""
-
-
-def _fault_in_log(kind: str, log: str, frames: int, rate: int, slack: float) -> str | None:
-    """Returns what fault_of does, by libsndfile's log."""
-    found = re.findall(_COUNTED_IN_LOG[kind], log)
-    if not found:
-        return None
-    if kind == "VOC":
-        return "cut short: libsndfile finds it truncated; copy the file anew"
-    if kind in ("SVX", "WVE"):
-        stated, there = map(int, found[-1])
-        return compare_frames(round(frames * stated / max(there, 1)), frames, rate, slack)
-    return compare_frames(int(found[-1]), frames, rate, slack)
-
-
-def sds_frames(log: str) -> int:
-    """Frames of a MIDI Sample Dump that are there, by libsndfile's log: it reads silence for the others."""
-    found = re.search(r"Frames +: (\d+)", log)
-    return int(found[1]) if found else 0
 
 
 def _is_alac(view: View) -> bool:
@@ -173,11 +206,12 @@ def _is_alac(view: View) -> bool:
     return view.read(4) == b"alac"
 
 
-def compare_frames(
-    stated: int | None, there: int, rate: int, slack: float, *, cut: bool = False
-) -> str | None:
-    """Compares frames that the header says with those that there are."""
-    if stated is None or abs(stated - there) <= slack * rate:
+def compare_frames(stated: int | None, there: int, rate: int, *, cut: bool = False) -> str | None:
+    """Says how the frames that a header states differ from those that there are; None where they do not.
+
+    stated: None for a header that does not say. cut: whether there are fewer in any case.
+    """
+    if stated is None or abs(stated - there) <= DURATION_SLACK * rate:
         return None
     says = f"its header says {stated / rate:.3f} s, {there / rate:.3f} s are there"
     if cut or stated > there:
@@ -250,8 +284,8 @@ def _fault_of_ogg(view: View) -> str | None:
 _JOINED = "it holds several streams, of which the first alone would be read; decode them, and write one"
 
 
-def _further_stream(view: View, kind: str) -> str | None:
-    """An Ogg or FLAC file in which another stream begins after the first, as `cat` joins files."""
+def further_stream(view: View, kind: str) -> str | None:
+    """Says that another stream begins after the first of an Ogg or FLAC file, as where `cat` joins files."""
     # A page of type 2 begins a stream of Ogg; "fLaC" and a STREAMINFO of 34 bytes one of FLAC.
     begin = b"OggS\0\2" if kind == "OGG" else b"fLaC\0\0\0\x22"
     follows = b"OggS\0" if kind == "OGG" else begin
@@ -272,78 +306,13 @@ def _further_stream(view: View, kind: str) -> str | None:
     return None
 
 
-# --- FLAC ---
-
-
-def flac_frames(view: View) -> int | None:
-    """Frames of a FLAC file, by the header of its last frame, which says where it begins.
-
-    None where no frame is recognised there: the file is cut within a frame, or something else follows.
-    """
-    start = _after_id3(view)
-    view.seek(start)
-    head = view.read(42)
-    if head[:4] != b"fLaC" or len(head) < 42:
-        return None
-    block, largest = struct.unpack(">H", head[10:12])[0], int.from_bytes(head[15:18], "big")
-    stated = int.from_bytes(head[21:26], "big") & 0xFFFFFFFFF
-    view.seek(max(view.size - max(2 * largest, TAIL), 42))
-    tail = view.read(max(2 * largest, TAIL))
-    if tail[-128:-125] == b"TAG":
-        tail = tail[:-128]
-    at = len(tail)
-    while (at := tail.rfind(b"\xff", 0, at)) >= 0:
-        end = _flac_frame_end(tail, at, block)
-        if end is None:
-            continue
-        if end == stated:
-            return end
-        # A pattern like a header comes about by chance once in some thousand files; the frame's own checksum
-        # decides where the header of the file says otherwise.
-        if _crc(tail[at:-2], 0x8005, 16) == int.from_bytes(tail[-2:], "big"):
-            return end
-    return None
-
-
-def flac_stated(view: View) -> int:
-    """Frames that the header of a FLAC file says; 0 for unknown."""
-    view.seek(_after_id3(view))
-    return int.from_bytes(view.read(26)[21:], "big") & 0xFFFFFFFFF
-
-
-def _after_id3(view: View) -> int:
-    view.seek(0)
-    head = view.read(10)
-    if head[:3] != b"ID3" or len(head) < 10:
-        return 0
-    return 10 + sum((byte & 0x7F) << 7 * (3 - number) for number, byte in enumerate(head[6:]))
-
-
-def _flac_frame_end(data: bytes, at: int, block: int) -> int | None:
-    """The sample after the frame whose header is at `at`; None without one there. block: samples a frame."""
-    head = data[at : at + 16]
-    if len(head) < 6 or head[1] & 0xFE != 0xF8 or head[3] & 1 or head[2] >> 4 == 0 or head[3] >> 4 > 10:
-        return None
-    code, rate, first = head[2] >> 4, head[2] & 15, head[4]
-    more = 0 if first < 0x80 else 8 - (first ^ 0xFF).bit_length() - 1
-    number = first if first < 0x80 else first & (0x3F >> more)
-    for byte in head[5 : 5 + more]:
-        number = number << 6 | byte & 0x3F
-    after = 5 + more
-    sizes = {6: 1, 7: 2}.get(code, 0)
-    explicit = int.from_bytes(head[after : after + sizes], "big") + 1
-    after += sizes + {12: 1, 13: 2, 14: 2}.get(rate, 0)
-    if after >= len(head) or _crc(head[:after], 0x07, 8) != head[after]:
-        return None
-    samples = explicit if sizes else 192 if code == 1 else 576 << code - 2 if code < 6 else 256 << code - 8
-    return (number if head[1] & 1 else number * block) + samples
-
-
-def _crc(data: bytes, polynomial: int, bits: int) -> int:
-    """The checksum of FLAC's frame headers (8 bits) and frames (16 bits)."""
-    top, mask, crc = 1 << bits - 1, (1 << bits) - 1, 0
-    for byte in data:
-        crc ^= byte << bits - 8
-        for _ in range(8):
-            crc = (crc << 1 ^ polynomial if crc & top else crc << 1) & mask
-    return crc
+def after_tags(view: View) -> int:
+    """Position after the ID3v2 tags at the start, which MP3 and FLAC files may have."""
+    start = 0
+    while True:
+        view.seek(start)
+        head = view.read(10)
+        if len(head) < 10 or head[:3] != b"ID3":
+            return start
+        size = sum((byte & 0x7F) << 7 * (3 - number) for number, byte in enumerate(head[6:]))
+        start += 10 + size + (10 if head[5] & 0x10 else 0)

@@ -9,13 +9,21 @@ from typing import NamedTuple
 import soundfile
 
 from jaxthd.data.audio.cells import open_cell
-from jaxthd.data.audio.containers import compare_frames, fault_of, flac_frames, mended, sds_frames
+from jaxthd.data.audio.containers import (
+    DURATION_SLACK,
+    View,
+    compare_frames,
+    fault_of,
+    further_stream,
+    mended,
+)
+from jaxthd.data.audio.flac import flac_frames, flac_stated
 from jaxthd.data.audio.mpeg import BLOCK, count_frames, ends_where_stated, first_frame, preroll
-from jaxthd.data.audio.views import TarView, View
 from jaxthd.data.example import Cell, Member
 
-DURATION_SLACK = 0.25
-"""Seconds by which a file may end before the duration its manifest gives (rounding, codec padding)."""
+FORMATS = ("WAV", "WAVEX", "RF64", "W64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF", "NIST")
+"""Formats that are read, by libsndfile's names: headers of the others it reads do not tell a file that is cut
+short, or in ways of their own each, and no set of speech has them."""
 UNKNOWN = 1 << 62
 """Frames from which on libsndfile means an unknown number (FLAC as streams are written)."""
 LONGEST_PAGE = 255 * 4096
@@ -24,7 +32,7 @@ OPUS_PREROLL = 2.0
 """Seconds of Opus to decode before a position. RFC 7845 recommends at least 0.08; after 0.2 no difference was
 left in 960 positions, without any there was one of 1e-3."""
 DECODED = 1_000_000
-"""Samples decoded at a time. PAF of 24 bits has groups of ten: other blocks end in two samples more."""
+"""Samples decoded at a time."""
 
 
 class Decoder(soundfile.SoundFile):
@@ -39,7 +47,7 @@ class Decoder(soundfile.SoundFile):
 
 
 class Recording(NamedTuple):
-    """An open sound file. length: frames; None if only decoding tells. fault: why its header misleads."""
+    """An open sound file. length: frames; None if only decoding tells. fault: of an MP3 file's header."""
 
     file: Decoder
     view: View
@@ -83,22 +91,20 @@ class Recording(NamedTuple):
 
         every_byte: reads the file through, as one that was decoded was anyway; otherwise headers.
         """
-        rate = self.file.samplerate
+        kind, rate, view = self.file.format, self.file.samplerate, self.view
         if self.fault:
             return self.fault
-        if self.length is not None and (fault := compare_frames(self.length, frames, rate, DURATION_SLACK)):
+        if self.length is not None and (fault := compare_frames(self.length, frames, rate)):
             return fault
-        if self.file.format == "MP3":
+        if kind == "MP3":
             return self._stops(frames) if every_byte and self.length is None else None
-        return fault_of(
-            self.view,
-            self.file.format,
-            self.file.extra_info,
-            frames,
-            rate,
-            DURATION_SLACK,
-            every_byte=every_byte,
-        )
+        every_byte |= view.size <= BLOCK  # no more than one read
+        if kind in ("OGG", "FLAC") and every_byte and (fault := further_stream(view, kind)):
+            return fault
+        if kind == "FLAC":
+            there = flac_frames(view)
+            return None if there is None else compare_frames(flac_stated(view), there, rate)
+        return fault_of(view, kind, frames, rate)
 
     def _stops(self, frames: int) -> str | None:
         """Compares `frames`, where mpg123 ended, with the file's: it gives up after 1 KB of no frames."""
@@ -126,7 +132,7 @@ def open_recording(
                 yield recording
         return
     with path.open("rb") as file:
-        view = TarView(file, member) if member else View(file, 0, path.stat().st_size)
+        view = View(file, member.start, member.size) if member else View(file, 0, path.stat().st_size)
         with _opened(view, view if member else path, until, every_byte) as recording:
             yield recording
 
@@ -140,14 +146,12 @@ def _opened(view: View, source: View | Path, until: float, every_byte: bool) -> 
         whole = mended(headers)
         views.append(whole)
         with Decoder(source if whole is headers else whole) as file:
-            if (file.format, file.subtype) == ("RAW", "ULAW"):
-                # libsndfile takes any bytes for sound where the name ends so.
-                raise soundfile.SoundFileError("its name ends in .au or .snd, and it has no header of AU")
-            if file.format == "SDS":
-                there = min(sds_frames(file.extra_info), file.frames)
-                fault = compare_frames(file.frames, there, file.samplerate, DURATION_SLACK)
-                yield Recording(file, headers, there, fault)
-                return
+            if file.format not in FORMATS:
+                # Any bytes are RAW where the name ends in .au or .snd.
+                without = ", without a header," if file.format == "RAW" else ""
+                raise soundfile.SoundFileError(
+                    f"it is of format {file.format}{without} and not one of {', '.join(FORMATS)}: convert it"
+                )
             if file.format != "MP3":
                 yield Recording(file, headers, file.frames if file.frames < UNKNOWN else None, None)
                 return
@@ -181,17 +185,17 @@ def _mp3(view: View, until: float, every_byte: bool) -> tuple[View | None, str |
     if (frames - mp3.stated) * mp3.samples > DURATION_SLACK * mp3.rate:
         return view.with_patch(mp3.count_at, (2 * frames).to_bytes(4, "big")), None
     stated, there = mp3.stated * mp3.samples, frames * mp3.samples
-    return None, compare_frames(stated, there, mp3.rate, DURATION_SLACK)
+    return None, compare_frames(stated, there, mp3.rate)
 
 
 def _restart(file: Decoder, start: int, length: int | None) -> int:
     """The frame to seek to so that what is decoded from there on is exact from `start` on; 0: the beginning.
 
-    Tried with each format and subtype that libsndfile writes. Subtypes that are not named here cannot be
+    Tried with each subtype that libsndfile writes. Subtypes that are not named here cannot be
     sought (GSM 6.10, G.721, G.723, NMS ADPCM, DPCM, DWVW) or were off at a file's end (ALAC of 20 bits).
     """
-    kind, subtype = file.format, file.subtype
-    if kind == "MP3":
+    subtype = file.subtype
+    if file.format == "MP3":
         return start - preroll(file.samplerate, file.channels)
     if length is None or start >= length:
         return 0
@@ -199,8 +203,6 @@ def _restart(file: Decoder, start: int, length: int | None) -> int:
         return min(start, length - LONGEST_PAGE)
     if subtype == "OPUS":
         return min(start, length - LONGEST_PAGE) - round(OPUS_PREROLL * file.samplerate)
-    if kind == "SDS" or (kind, subtype) == ("PAF", "PCM_24"):  # blocks, of which the last cannot be sought
-        return 0
     exact = subtype.startswith("PCM_") or subtype in (
         "FLOAT",
         "DOUBLE",

@@ -3,7 +3,7 @@
 import math
 from typing import NamedTuple
 
-from jaxthd.data.audio.views import View
+from jaxthd.data.audio.containers import View, after_tags
 
 MOST_PREFIX = 1 << 16
 """Bytes after the ID3v2 tags within which the first frame is searched."""
@@ -50,7 +50,7 @@ def preroll(rate: int, channels: int) -> int:
 
 def first_frame(view: View) -> Mp3 | None:
     """Reads the first frame's headers; None where there is no frame of layer III with a stated bit rate."""
-    start = _after_tags(view)
+    start = after_tags(view)
     view.seek(start)
     data = view.read(MOST_PREFIX)
     at = _next_frame(data, 0, None)
@@ -111,18 +111,6 @@ def ends_where_stated(view: View, mp3: Mp3) -> bool:
     view.seek(end)
     after = view.read(MOST_PREFIX)
     return _next_frame(after, 0, None) is None
-
-
-def _after_tags(view: View) -> int:
-    """Position after the ID3v2 tags at the start."""
-    start = 0
-    while True:
-        view.seek(start)
-        head = view.read(10)
-        if len(head) < 10 or head[:3] != b"ID3":
-            return start
-        size = sum((byte & 0x7F) << 7 * (3 - number) for number, byte in enumerate(head[6:]))
-        start += 10 + size + (10 if head[5] & 0x10 else 0)
 
 
 def _length(data: bytes, at: int, kind: tuple[int, int] | None) -> int:

@@ -12,9 +12,10 @@ import soxr
 from jaxtyping import Float32
 
 from jaxthd.data.audio.cells import CellError
-from jaxthd.data.audio.decoder import DECODED, DURATION_SLACK, UNKNOWN, open_recording
+from jaxthd.data.audio.containers import DURATION_SLACK
+from jaxthd.data.audio.decoder import DECODED, UNKNOWN, open_recording
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
-from jaxthd.data.example import Cell, Channels, Member, Samples
+from jaxthd.data.example import Cell, Channels, Clip, Member, Samples
 
 MIN_SAMPLES = 2 * HOP
 """Fewest samples: two mel frames, since the standard deviation divides by their number less one."""
@@ -109,18 +110,6 @@ def load_audio(
     return _resampled(samples, rate, name)
 
 
-def recording_seconds(path: str | Path, member: Member | Cell | None = None) -> float:
-    """Returns the duration of a recording in seconds: of what load_audio reads without a duration.
-
-    Reads headers alone where these can be trusted, and the file's end. Reads the headers of all frames of an
-    MP3 file of up to 1 MB, and of one whose Xing or Info header does not fit its size. Decodes MP3 without
-    such a header, and FLAC whose last frame is not recognised.
-    Raises AudioError as load_audio does for a file that is missing, unreadable, empty, or cut short.
-    """
-    length = recording_length(Path(path), member)
-    return length.frames / length.rate
-
-
 class RecordingLength(NamedTuple):
     """frames: samples of one channel. rate: in Hz."""
 
@@ -128,9 +117,19 @@ class RecordingLength(NamedTuple):
     rate: int
     channels: int
 
+    @property
+    def seconds(self) -> float:
+        return self.frames / self.rate
+
 
 def recording_length(path: Path, member: Member | Cell | None = None) -> RecordingLength:
-    """Returns what recording_seconds is computed from, and raises as it does."""
+    """Returns the length of what load_audio reads without a duration.
+
+    Reads headers alone where these can be trusted, and the file's end. Reads the headers of all frames of an
+    MP3 file of up to 1 MB, and of one whose Xing or Info header does not fit its size. Decodes MP3 without
+    such a header, and FLAC whose last frame is not recognised.
+    Raises AudioError as load_audio does for a file that is missing, unreadable, empty, or cut short.
+    """
     name = f"{path}: {member.name}" if member else str(path)
     _require_file(path)
     with _readable(name), open_recording(path, member, every_byte=False) as recording:
@@ -141,6 +140,25 @@ def recording_length(path: Path, member: Member | Cell | None = None) -> Recordi
         if fault:
             raise AudioError(f"{name}: libsndfile cannot read it whole: {fault}")
         return RecordingLength(frames, file.samplerate, file.channels)
+
+
+def clip_seconds(clip: Clip | Samples, opened: bool) -> float | str:
+    """Returns the seconds of a recording from its offset on, or why it cannot be read.
+
+    opened: whether its header is read. Otherwise its file is looked up: the seconds are those that the data
+    set gives, or 0.
+    """
+    if isinstance(clip, Samples):
+        return clip.duration
+    try:
+        if opened:
+            there = recording_length(clip.path, clip.member).seconds - clip.offset
+            return max(there, 0.0) if clip.duration is None else clip.duration
+        if clip.member is None and not clip.path.is_file():
+            return f"{clip.path}: no such file"
+    except (ValueError, OSError) as error:
+        return str(error)
+    return clip.duration or 0.0
 
 
 def _require_file(path: Path) -> None:

@@ -5,7 +5,6 @@ line.
 """
 
 import reprlib
-from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -101,17 +100,12 @@ class CutSource(CutLines):
     def named(self) -> Files:
         return Files(self.existing())
 
-    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
-        files = self.named().items
-
-        def turns(cut: Entry, line: Line) -> tuple[Turn, ...]:
-            refuse_marked(cut)
-            path, channels = _file_of(cut)
-            named, folder = Path(path), files[line.file].parent
-            clip = Clip(named) if _is_here(named, folder) else in_folder(folder)(path)
-            return self.turns_of_cut(cut | channels, clip, data)
-
-        return turns
+    def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        refuse_marked(entry)
+        path, channels = _file_of(entry)
+        named, folder = Path(path), self.folders[item.file]
+        clip = Clip(named) if _is_here(named, folder) else in_folder(folder)(path)
+        return self.turns_of_cut(entry | channels, clip, data)
 
 
 def _is_cut(line: bytes) -> bool:

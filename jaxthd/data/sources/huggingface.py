@@ -7,13 +7,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.config import DataConfig
 from jaxthd.data.audio.cells import is_list, is_struct
-from jaxthd.data.example import Alternative, Cell, Clip, Turn
+from jaxthd.data.example import Cell, Clip, Turn
 from jaxthd.data.sources.columns import FIELDS, columns_of
 from jaxthd.data.sources.containers import damaged, empty, refuse_other_forms
 from jaxthd.data.sources.huggingface_files import (
@@ -29,7 +29,7 @@ from jaxthd.data.sources.huggingface_files import (
 )
 from jaxthd.data.sources.lines import Entry, expand_braces
 from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
-from jaxthd.data.sources.preferences import PAIR, alternatives_of, history_of, is_preference
+from jaxthd.data.sources.preferences import PAIR, history_of, is_preference
 from jaxthd.data.sources.recordings import OTHER_MODALITIES, holds_recordings, in_folder
 from jaxthd.data.sources.source import Files, FileSource
 from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
@@ -65,15 +65,11 @@ class HuggingFaceSource(FileSource):
             return is_table_folder(Path(path))
         return path.endswith(SUFFIXES)
 
-    def begin(self, data: DataConfig) -> Callable[[Entry, "_Row"], tuple[Turn, ...]]:
-        prompts, own = self.setting.prompts, (data.prompt, data.audio_placeholder)
+    def turns_of(self, entry: Entry, item: "_Row", data: DataConfig) -> tuple[Turn, ...]:
+        more: dict[str, Any] = {"prompts": self.setting.prompts, "unread": self.unread_recordings}
+        return turns_of_entry(entry, item.locate, data.prompt, data.audio_placeholder, **more)
 
-        def turns(entry: Entry, row: _Row) -> tuple[Turn, ...]:
-            return turns_of_entry(entry, row.locate, *own, prompts=prompts, unread=self.unread_recordings)
-
-        return turns
-
-    def items(self, data: DataConfig) -> Iterator["_Row"]:
+    def items(self, named: Files, data: DataConfig) -> Iterator["_Row"]:
         return self._rows(data.columns, self.unread_recordings)
 
     def entry_of(self, item: "_Row") -> Entry:
@@ -83,9 +79,6 @@ class HuggingFaceSource(FileSource):
 
     def name_of(self, entry: Entry) -> str:
         return name_of_entry(entry, prompts=self.setting.prompts)
-
-    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
-        return alternatives_of(entry)
 
     def digest(self) -> str:
         files = self.named().items

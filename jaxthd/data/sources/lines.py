@@ -137,8 +137,12 @@ def parse(line: bytes) -> Entry:
     return json_object(entry, "the line")
 
 
-def require_flat(fields: Entry) -> None:
-    """Raises ValueError for fields with more than DEEPEST lists and objects in one another."""
+def fields_beside(entry: Entry) -> Entry:
+    """Returns the fields that are not READ.
+
+    Raises ValueError where they hold more than DEEPEST lists and objects in one another.
+    """
+    fields = {name: value for name, value in entry.items() if name not in READ}
     depth, level = 0, list[Any]([fields])
     while level:
         depth += 1
@@ -146,6 +150,7 @@ def require_flat(fields: Entry) -> None:
         level = [inner for values in lists for inner in values if isinstance(inner, dict | list)]
     if depth > DEEPEST:
         raise ValueError(f"nested more than {DEEPEST} deep; workers could not be sent the line")
+    return fields
 
 
 def refuse_marked(entry: Entry) -> None:

@@ -22,13 +22,11 @@ A prompt alone, for answers that are drawn to it: the same without the answers.
 
 import reprlib
 from collections import Counter
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Alternative, Cell, Clip, Example, Turn, question, utterance
-from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.columns import LineColumns
 from jaxthd.data.sources.conversations import conversation_turns, own_prompt, refuse_tags
 from jaxthd.data.sources.lines import (
@@ -54,7 +52,7 @@ from jaxthd.data.sources.recordings import (
     refusal,
     unread_start,
 )
-from jaxthd.data.sources.source import Files, LineSource, SourceSetting
+from jaxthd.data.sources.source import Files, LineSource
 from jaxthd.data.sources.tarred import TarredAudio, counted_tars, require_counted_tars, tars_of
 from jaxthd.errors import UserError
 
@@ -91,20 +89,18 @@ class ManifestSource(LineSource):
         left_out = sum(max(0, each.total - each.named) for each in counted)
         return Files(files, tars, [each.metadata for each in counted], left_out, tuple(notes))
 
-    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
-        named, prompts = self.named(), self.setting.prompts
+    def begin(self, named: Files, data: DataConfig) -> None:
+        super().begin(named, data)
         title = f"{self.path} ({self.setting.field})"
         has_columns = self.reads_columns and data.columns
         self._columns = LineColumns(data, title) if has_columns else None
         self._tars = TarredAudio(named.tars, named.items, self.setting.field) if named.tars else None
 
-        def turns(entry: Entry, line: Line) -> tuple[Turn, ...]:
-            folder = named.items[line.file].parent
-            locate = self._tars.locate(entry, line.file) if self._tars else in_folder(folder)
-            own = data.prompt, data.audio_placeholder
-            return turns_of_entry(entry, locate, *own, prompts=prompts, unread=self.unread_recordings)
-
-        return turns
+    def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        file = item.file
+        locate = self._tars.locate(entry, file) if self._tars else in_folder(self.folders[file])
+        more: dict[str, Any] = {"prompts": self.setting.prompts, "unread": self.unread_recordings}
+        return turns_of_entry(entry, locate, data.prompt, data.audio_placeholder, **more)
 
     def entry_of(self, item: Line) -> Entry:
         entry = parse(item.text)
@@ -120,24 +116,6 @@ class ManifestSource(LineSource):
         if self._columns:
             self._columns.require()
         self.read_notes += self._tars.notes if self._tars else []
-
-
-def read_manifest(
-    path: str | Path,
-    setting: str = "data.manifest",
-    *,
-    tarred_audio: str = "",
-    prompt: str = "{audio}",
-    placeholder: str = "{audio}",
-    prompts: bool = False,
-) -> tuple[list[Example], list[Skipped]]:
-    """Reads a manifest by itself, as ManifestSource does.
-
-    setting, tarred_audio, prompts: as in SourceSetting. prompt, placeholder: data.prompt and
-    data.audio_placeholder.
-    """
-    source = ManifestSource(SourceSetting(str(path), setting, tarred_audio, prompts=prompts))
-    return source.read(DataConfig(prompt=prompt, audio_placeholder=placeholder))
 
 
 def turns_of_entry(
@@ -253,7 +231,8 @@ def _is_conversation(entry: dict[str, Any]) -> bool:
 def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = "{audio}") -> list[Example]:
     """Reads conversations to answer, in the formats of a manifest. Each must end with a user turn.
 
-    An utterance needs no text; if it has one, the text is ignored. prompt, placeholder: as in read_manifest.
+    An utterance needs no text; if it has one, the text is ignored. prompt, placeholder: data.prompt and
+    data.audio_placeholder.
     Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used, or the file.
     """
     path = Path(path)

@@ -1,7 +1,6 @@
 """Recordings that augmentation draws from, a line of a manifest each: noises, impulse responses of rooms."""
 
 import json
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from typing import Any, NamedTuple
@@ -66,13 +65,8 @@ class RecordingSource(LineSource):
     def named(self) -> Files:
         return Files(self.existing())
 
-    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
-        files = self.named().items
-
-        def turns(entry: Entry, line: Line) -> tuple[Turn, ...]:
-            return (Turn("user", (clip_of(entry, "audio_filepath", in_folder(files[line.file].parent)),)),)
-
-        return turns
+    def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        return (Turn("user", (clip_of(entry, "audio_filepath", in_folder(self.folders[item.file])),)),)
 
     def name_of(self, entry: Entry) -> str:
         return string(entry, "audio_filepath")

@@ -5,7 +5,7 @@ invalid line.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -155,26 +155,24 @@ class SharSource(CutLines):
         recordings = [shard.recording for shard in shards]
         return Files(lines, recordings, [index] * index.is_file(), notes=(begins,) * bool(begins))
 
-    def items(self, data: DataConfig) -> Iterator[Line]:
+    def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
         return numbered_lines([shard.cuts for shard in self._shards()])
 
-    def begin(self, data: DataConfig) -> Callable[[Entry, Line], tuple[Turn, ...]]:
+    def begin(self, named: Files, data: DataConfig) -> None:
         shards = self._shards()
         self._indexes = index_tars([shard.recording for shard in shards])
         self._recordings = [_members_of_cuts(index) for index in self._indexes]
         self._heard: list[set[str]] = [set() for _ in shards]
-        texts = [_texts(shard) for shard in shards]
+        self._texts = [_texts(shard) for shard in shards]
 
-        def turns(cut: Entry, line: Line) -> tuple[Turn, ...]:
-            shard, name = line.file, string(cut, "id")
-            self._heard[shard].add(name)
-            refuse_marked(cut)
-            clip = self._indexes[shard].clip(self._recordings[shard].get(name, name))
-            if clip.member and clip.member.name.endswith(".nodata"):
-                raise ValueError("the cut has no recording")
-            return self.turns_of_cut(cut, clip, data, texts[shard].get(name))
-
-        return turns
+    def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        shard, name = item.file, string(entry, "id")
+        self._heard[shard].add(name)
+        refuse_marked(entry)
+        clip = self._indexes[shard].clip(self._recordings[shard].get(name, name))
+        if clip.member and clip.member.name.endswith(".nodata"):
+            raise ValueError("the cut has no recording")
+        return self.turns_of_cut(entry, clip, data, self._texts[shard].get(name))
 
     def end(self) -> None:
         self.read_notes += [index.note for index in self._indexes if index.note]

@@ -16,7 +16,8 @@ from jaxthd.config import DataConfig
 from jaxthd.data.example import Alternative, Example, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.sources.containers import parts_of
-from jaxthd.data.sources.lines import READ, Entry, Line, expand_braces, numbered_lines, parse, require_flat
+from jaxthd.data.sources.lines import Entry, Line, expand_braces, fields_beside, numbered_lines, parse
+from jaxthd.data.sources.preferences import alternatives_of
 from jaxthd.errors import UserError
 
 Likeness = Literal["same", "grown", "other"]
@@ -154,12 +155,11 @@ class FileSource(Source):
     def named(self) -> Files:
         """Returns the files of the data set. Raises UserError or FileNotFoundError where one is missing."""
 
-    @abstractmethod
-    def begin(self, data: DataConfig) -> Callable[[Entry, Any], tuple[Turn, ...]]:
-        """Opens what reading needs and returns (entry, item) -> the entry's turns."""
+    def begin(self, named: Files, data: DataConfig) -> None:
+        """Opens what reading needs."""
 
     @abstractmethod
-    def items(self, data: DataConfig) -> Iterator[Any]:
+    def items(self, named: Files, data: DataConfig) -> Iterator[Any]:
         """Yields the items. Each has its `number`, from 1, and `where` it lies, for messages."""
 
     @abstractmethod
@@ -170,9 +170,13 @@ class FileSource(Source):
     def name_of(self, entry: Entry) -> str:
         """Returns the name in an item's key. Raises ValueError."""
 
-    @abstractmethod
     def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
         """Returns the answers of an item that is about preferences, else none. Raises ValueError."""
+        return alternatives_of(entry)
+
+    @abstractmethod
+    def turns_of(self, entry: Entry, item: Any, data: DataConfig) -> tuple[Turn, ...]:
+        """Returns the turns of an item. Raises ValueError."""
 
     def end(self) -> None:
         """Checks what reading has come upon, and notes it in `read_notes`."""
@@ -183,17 +187,16 @@ class FileSource(Source):
             holds, _, expected = self.alone.partition("; ")
             raise UserError(f"{title} {holds}, and {tars} its tar files; {expected}: correct one")
         self.read_notes.clear()
-        turns_of, examples, skipped = self.begin(data), list[Example](), list[Skipped]()
-        for item in self.items(data):
+        named, examples, skipped = self.named(), list[Example](), list[Skipped]()
+        self.begin(named, data)
+        for item in self.items(named, data):
             key = f"{item.number}:"
             try:
                 entry = self.entry_of(item)
                 key += self.name_of(entry)
                 answers = self.alternatives_of(entry)
-                turns = turns_of(entry, item)
-                others = {name: value for name, value in entry.items() if name not in READ}
-                require_flat(others)
-                examples.append(Example(key, turns, answers, others))
+                turns = self.turns_of(entry, item, data)
+                examples.append(Example(key, turns, answers, fields_beside(entry)))
             except ValueError as error:
                 skipped.append(Skipped(key, item.where + str(error)))
         self.end()
@@ -220,8 +223,12 @@ class FileSource(Source):
 class LineSource(FileSource):
     """A source of JSON lines. Keys do not depend on how the lines are divided into files."""
 
-    def items(self, data: DataConfig) -> Iterator[Line]:
-        return numbered_lines(self.named().items)
+    def begin(self, named: Files, data: DataConfig) -> None:
+        self.folders = [path.parent for path in named.items]
+        """The folder of each file, from which relative paths are taken."""
+
+    def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
+        return numbered_lines(named.items)
 
     def entry_of(self, item: Line) -> Entry:
         return parse(item.text)

@@ -4,6 +4,8 @@ Legend: N tokens, D model dim, H query heads of this rank, K key and value heads
 decoding n documents of this rank, m new tokens of each.
 """
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -81,11 +83,7 @@ class Attention(nnx.Module):
             jnp.where(is_new_nm[..., None, None], x[:, None], old) for old, x in zip(state, new, strict=True)
         ]
         scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
-        q_in_order = q_nHd if now.order is None else q_nHd[now.order]
-        prompt, prompt_lse = self._attend_prompts(q_in_order, fixed, now, scale)
-        if now.order is not None:
-            back_n = jnp.argsort(now.order)
-            prompt, prompt_lse = prompt[back_n], prompt_lse[back_n]
+        prompt, prompt_lse = now.of_prompts(partial(self._attend_prompts, fixed, now, scale), q_nHd)
         q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
         s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)
         s_nKGm = jnp.where(seen_nm[:, None, None], s_nKGm, -jnp.inf)
@@ -97,7 +95,7 @@ class Attention(nnx.Module):
         return self._finish(o_nHd.astype(x_nD.dtype), x_nD), state
 
     def _attend_prompts(
-        self, q_nHd: Array, fixed: list[Array], now: Now, scale: float
+        self, fixed: list[Array], now: Now, scale: float, q_nHd: Array
     ) -> tuple[Array, Array]:
         """Output and log-sum-exp over the prompts' keys."""
         keys, backend = self._prompt_keys(now), for_any_intervals(self.backend)

@@ -76,6 +76,13 @@ class RoutedMixer(Mixer, Protocol):
         ...
 
 
+class Stateless(nnx.Module):
+    """A mixer of each token by itself: nothing is kept for decoding."""
+
+    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        return Prefilled(self(x_ND, segments), [], [])
+
+
 class LayerKind(NamedTuple):
     """A kind of decoder layer.
 

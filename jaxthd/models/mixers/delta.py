@@ -5,7 +5,7 @@ C = 2 U + I channels of the convolution; in decoding n documents of this rank.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,14 +26,6 @@ from jaxthd.parallel.params import Init, over_tensor, own_part
 
 UNIT_EPS = 1e-6
 """Added to the square of a query's or key's length before it is made 1."""
-
-
-class Convolved(NamedTuple):
-    """Inputs of the convolution; side by side before it, apart again after it. leaves [N, ...]."""
-
-    q: Array
-    k: Array
-    v: Array
 
 
 class GatedDelta(nnx.Module):
@@ -73,11 +65,10 @@ class GatedDelta(nnx.Module):
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """State: the convolution's last inputs and the rule's state, at the end of each prompt."""
-        projected = self._project(x_ND)
-        inputs = self._inputs(x_ND, projected, segments)
+        inputs_NC = self._project(x_ND)
+        inputs = self._inputs(x_ND, inputs_NC, segments)
         ends = segments.local_index(prompts.ends.last)
         y_NHV, state_DHKV = outputs_and_states(inputs, segments, ends, chunk=self.chunk)
-        inputs_NC = jnp.concatenate(projected, axis=1)
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_v.shape[0], segments)
         state = [prompts.share(x, segments) for x in (last_DkC, state_DHKV)]
         return Prefilled(self._finish(y_NHV, x_ND), [], state)
@@ -86,8 +77,7 @@ class GatedDelta(nnx.Module):
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         last_nkC, state_nHKV = state
-        new_nC = jnp.concatenate(self._project(x_nD), axis=1)
-        window_nKC = jnp.concatenate([last_nkC, new_nC[:, None]], axis=1)
+        window_nKC = jnp.concatenate([last_nkC, self._project(x_nD)[:, None]], axis=1)
         convolved_nC = jax.nn.silu((window_nKC * self._taps(x_nD.dtype)).sum(axis=1))
         given = self._by_head(convolved_nC, self._decays(x_nD), self._rates(x_nD))
         acc = state_nHKV.dtype
@@ -103,16 +93,17 @@ class GatedDelta(nnx.Module):
 
     # --- before the rule ---
 
-    def _project(self, x_ND: Array) -> Convolved:
-        return Convolved(self.q(x_ND), self.k(x_ND), self.v(x_ND))
+    def _project(self, x_ND: Array) -> Float[Array, "N C"]:
+        """Inputs of the convolution: q, k and v side by side."""
+        return jnp.concatenate([self.q(x_ND), self.k(x_ND), self.v(x_ND)], axis=1)
 
     def _taps(self, dtype: Any) -> Array:
         """This rank's taps of the convolution, [taps, C]."""
         q_KU, k_KU = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_q, self.conv_k))
         return jnp.concatenate([q_KU, k_KU, self.conv_v[...]], axis=1).astype(dtype)
 
-    def _inputs(self, x_ND: Array, projected: Convolved, segments: Segments) -> DeltaInputs:
-        inputs_NC, taps_KC = jnp.concatenate(projected, axis=1), self._taps(x_ND.dtype)
+    def _inputs(self, x_ND: Array, inputs_NC: Array, segments: Segments) -> DeltaInputs:
+        taps_KC = self._taps(x_ND.dtype)
         no_bias_C = jnp.zeros(taps_KC.shape[1], taps_KC.dtype)
         convolved_NC = causal_conv(inputs_NC, taps_KC, no_bias_C, segments, silu=True)
         return self._by_head(convolved_NC, self._decays(x_ND), self._rates(x_ND))

@@ -78,18 +78,8 @@ class LatentAttention(nnx.Module):
         is_new_nm1 = (number_m == token_n1)[..., None]
         own_nmC = jnp.where(is_new_nm1, self._kept(x_nD, now.positions)[:, None], state[0])
         # The kept vectors are the values too: what is weighted of their rotated features is dropped.
-        prompt, prompt_lse = attention_forward(
-            q_nHC if now.order is None else q_nHC[now.order],
-            kept_S1C,
-            kept_S1C,
-            now.keys,
-            self.scale,
-            now.block,
-            DOCUMENTS_BLOCK,
-        )
-        if now.order is not None:
-            back_n = jnp.argsort(now.order)
-            prompt, prompt_lse = prompt[back_n], prompt_lse[back_n]
+        keys = kept_S1C, kept_S1C, now.keys, self.scale, now.block, DOCUMENTS_BLOCK
+        prompt, prompt_lse = now.of_prompts(lambda q_nHC: attention_forward(q_nHC, *keys), q_nHC)
         s_nHm = self.scale * jnp.einsum("nhc,nmc->nhm", q_nHC, own_nmC, preferred_element_type=acc)
         s_nHm = jnp.where((number_m <= token_n1)[:, None], s_nHm, -jnp.inf)
         lse_nH = jax.nn.logsumexp(s_nHm, axis=-1)

@@ -5,7 +5,7 @@ C = I + 2 U channels of the convolution, K taps; in decoding n documents of this
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,28 +20,11 @@ from jaxthd.ops.backend import settled
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
+from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.ops.scan.cuts import outputs_and_states
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor, own_part
-
-
-class Convolved(NamedTuple):
-    """Inputs of the convolution; side by side before it, apart again after it. leaves [N, ...]."""
-
-    x: Array
-    b: Array
-    c: Array
-
-
-class ScanInputs(NamedTuple):
-    """ops/scan/contract.py's arguments."""
-
-    x: Float[Array, "N H P"]
-    dt: Float[Array, "N H"]
-    a: Float[Array, " H"]
-    b: Float[Array, "N G S"]
-    c: Float[Array, "N G S"]
 
 
 class Mamba2(nnx.Module):
@@ -81,16 +64,15 @@ class Mamba2(nnx.Module):
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._scan_inputs(x_ND, self._project(x_ND), segments)
-        y_NHP = scan(*inputs, segments, chunk=self.chunk, backend=self.backend)
+        y_NHP = scan(inputs, segments, chunk=self.chunk, backend=self.backend)
         return self._scan_outputs(y_NHP, inputs.x, x_ND)
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """State: the convolution's last inputs and the scan's state, at the end of each prompt."""
-        projected = self._project(x_ND)
-        inputs = self._scan_inputs(x_ND, projected, segments)
+        inputs_NC = self._project(x_ND)
+        inputs = self._scan_inputs(x_ND, inputs_NC, segments)
         ends = segments.local_index(prompts.ends.last)
-        y_NHP, state_DHPS = outputs_and_states(*inputs, segments, ends, chunk=self.chunk)
-        inputs_NC = jnp.concatenate(projected, axis=1)
+        y_NHP, state_DHPS = outputs_and_states(inputs, segments, ends, chunk=self.chunk)
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_x.shape[0], segments)
         state = [prompts.share(x, segments) for x in (last_DkC, state_DHPS)]
         return Prefilled(self._scan_outputs(y_NHP, inputs.x, x_ND), [], state)
@@ -99,8 +81,7 @@ class Mamba2(nnx.Module):
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         last_nkC, state_nHPS = state
-        new_nC = jnp.concatenate(self._project(x_nD), axis=1)
-        window_nKC = jnp.concatenate([last_nkC, new_nC[:, None]], axis=1)
+        window_nKC = jnp.concatenate([last_nkC, self._project(x_nD)[:, None]], axis=1)
         taps_KC, bias_C = self._taps(x_nD.dtype)
         convolved_nC = jax.nn.silu(bias_C + (window_nKC * taps_KC).sum(axis=1))
         x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._by_head(
@@ -115,8 +96,9 @@ class Mamba2(nnx.Module):
 
     # --- before the scan ---
 
-    def _project(self, x_ND: Array) -> Convolved:
-        return Convolved(self.x(x_ND), self.b(x_ND), self.c(x_ND))
+    def _project(self, x_ND: Array) -> Float[Array, "N C"]:
+        """Inputs of the convolution: x, B and C side by side."""
+        return jnp.concatenate([self.x(x_ND), self.b(x_ND), self.c(x_ND)], axis=1)
 
     def _taps(self, dtype: Any) -> tuple[Array, Array]:
         """This rank's taps [K, C] and biases [C] of the convolution."""
@@ -125,8 +107,7 @@ class Mamba2(nnx.Module):
         taps_KC = jnp.concatenate([self.conv_x[...], b_KU, c_KU], axis=1)
         return taps_KC.astype(dtype), jnp.concatenate([self.conv_bias_x[...], b_U, c_U]).astype(dtype)
 
-    def _scan_inputs(self, x_ND: Array, projected: Convolved, segments: Segments) -> ScanInputs:
-        inputs_NC = jnp.concatenate(projected, axis=1)
+    def _scan_inputs(self, x_ND: Array, inputs_NC: Array, segments: Segments) -> ScanInputs:
         convolved_NC = causal_conv(inputs_NC, *self._taps(x_ND.dtype), segments, silu=True)
         return self._by_head(convolved_NC, self._time_steps(x_ND), self._rates(x_ND))
 

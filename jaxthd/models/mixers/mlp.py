@@ -9,14 +9,14 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear
-from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
+from jaxthd.models.mixers.contract import LayerKind, Stateless, residual_std
 from jaxthd.ops.ffn import FFNForm
-from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.prompts import Now
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
 
-class MLP(nnx.Module):
+class MLP(Stateless):
     """llm.ffn_form. inner: its inner dim; None: llm.ffn_dim."""
 
     def __init__(
@@ -36,9 +36,6 @@ class MLP(nnx.Module):
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self._applied(x_ND)
-
-    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
-        return Prefilled(self(x_ND, segments), [], [])
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now

@@ -14,13 +14,13 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear
-from jaxthd.models.mixers.contract import LayerKind, Prefilled, Routing, residual_std
+from jaxthd.models.mixers.contract import LayerKind, Routing, Stateless, residual_std
 from jaxthd.models.mixers.mlp import MLP
 from jaxthd.ops.ffn import FFNForm
 from jaxthd.ops.grouped_matmul import IN_ROUNDS, combine, dispatch, expert_layout
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.product import narrowed
-from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.prompts import Now
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.experts import Experts, exchanged_experts, expert_mlp, expert_sharding
 from jaxthd.parallel.mesh import TOKEN_AXES
@@ -28,7 +28,7 @@ from jaxthd.parallel.params import Init, ShardedDim, once, over_tensor
 from jaxthd.parallel.tensor import psum_live
 
 
-class MoE(nnx.Module):
+class MoE(Stateless):
     """Routed experts with a float32 router (llm.router), plus one shared expert if it has a dim.
 
     The sigmoid router's correction bias enters the choice of experts only. Padding is not routed.
@@ -84,9 +84,6 @@ class MoE(nnx.Module):
         if self.shared is not None:
             y_ND = y_ND + self._gated(self.shared(x_ND, segments), x_ND)
         return y_ND, self._routing(chosen_Nk, score_NE, segments.valid)
-
-    def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
-        return Prefilled(self(x_ND, segments), [], [])
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now

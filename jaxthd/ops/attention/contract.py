@@ -31,7 +31,6 @@ from jax import Array
 
 from jaxthd.ops.backend import Device
 from jaxthd.packing.intervals import KeyIntervals
-from jaxthd.packing.segments import Segments
 
 
 class Call(NamedTuple):
@@ -53,27 +52,6 @@ class Call(NamedTuple):
     def is_empty(self) -> Array:
         """True if no query sees a key: bool []."""
         return jax.numpy.all(self.intervals.blocks[:, 0] >= self.intervals.blocks[:, 1])
-
-
-def local_call(segments: Segments) -> Call:
-    alone = segments.remote is None and segments.prefixes is None
-    return Call(segments.local, True, segments.block, _documents(segments), alone)
-
-
-def remote_call(segments: Segments, intervals: KeyIntervals) -> Call:
-    """intervals: those of one ring step of Segments.remote."""
-    documents = _documents(segments)
-    rectangles = segments.rows if segments.layout == "buffer" else documents
-    return Call(intervals, False, segments.block, documents and rectangles)
-
-
-def prefix_call(segments: Segments, intervals: KeyIntervals) -> Call:
-    """intervals: Prefixes.local, or those of one ring step of Prefixes.remote."""
-    return Call(intervals, False, segments.block, None)
-
-
-def _documents(segments: Segments) -> int | None:
-    return None if segments.documents is None else segments.rows * segments.documents
 
 
 @dataclass(frozen=True)

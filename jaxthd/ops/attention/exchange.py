@@ -1,6 +1,6 @@
 """Exchange of keys and values between context ranks: passed around, or all gathered before.
 
-Either way the ranks are one loop over what the queries see of each (Segments.remote), so a program does not
+Either way the ranks are one loop over what the queries see of each (Segments.keys), so a program does not
 grow with them.
 
 Legend: N queries and keys of a rank, C context ranks.
@@ -13,9 +13,8 @@ import jax
 from jax import Array
 
 from jaxthd.ops.attention.backends import BACKENDS, for_any_intervals
-from jaxthd.ops.attention.contract import AttentionBackend, Call, local_call, prefix_call, remote_call
-from jaxthd.packing.intervals import KeyIntervals
-from jaxthd.packing.rectangles import ring_sources
+from jaxthd.ops.attention.contract import AttentionBackend, Call
+from jaxthd.packing.intervals import KeyIntervals, ring_sources
 from jaxthd.packing.segments import Segments
 
 Pair = tuple[Array, Array]
@@ -31,15 +30,15 @@ class Part(NamedTuple):
 
 def local_parts(segments: Segments, backend: str) -> list[Part]:
     """The attention to compute with this rank's keys."""
-    prefix = segments.prefixes and segments.prefixes.local
-    local = Part(BACKENDS[backend], local_call(segments))
-    return [local, *_prefix_parts(prefix, segments, backend)]
+    keys, prefixes = segments.keys, segments.prefixes
+    documents = segments.documents and segments.rows * segments.documents
+    alone = keys.remote is None and prefixes is None
+    local = Part(BACKENDS[backend], Call(keys.local, True, segments.block, documents, alone))
+    return [local, *_prefix_parts(prefixes and prefixes.keys.local, segments, backend)]
 
 
 def send(pair: Pair, segments: Segments) -> Pair:
-    """Sends the pair to the next rank of the ring. With a single rank nothing moves."""
-    if segments.context == 1:
-        return pair
+    """Sends the pair to the next rank of the ring."""
     ring = [(r, (r + 1) % segments.context) for r in range(segments.context)]
     first, second = (jax.lax.ppermute(x, segments.axis, ring) for x in pair)
     return first, second
@@ -86,30 +85,30 @@ def over_ranks(
     return _loop(turn, state, (sources, _remote_keys(segments)))
 
 
-class _Keys(NamedTuple):
-    """The keys of a rank that the queries see: of their documents; and of the prefixes, if there are any.
-    Of several ring steps: arrays with a first dim of steps."""
-
-    own: KeyIntervals
-    prefix: KeyIntervals | None
+_Keys = tuple[KeyIntervals, KeyIntervals | None]
+"""The keys of a rank that the queries see: of their documents; and of the prefixes, if there are any. Of
+several ring steps: arrays with a first dim of steps."""
 
 
 def _remote_parts(keys: _Keys, segments: Segments, backend: str) -> list[Part]:
     """The attention to compute with another rank's keys."""
-    remote = Part(BACKENDS[backend], remote_call(segments, keys.own))
-    return [remote, *_prefix_parts(keys.prefix, segments, backend)]
+    own, prefix = keys
+    documents = segments.documents and segments.rows * segments.documents
+    rectangles = segments.rows if segments.layout == "buffer" else documents
+    call = Call(own, False, segments.block, documents and rectangles)
+    return [Part(BACKENDS[backend], call), *_prefix_parts(prefix, segments, backend)]
 
 
 def _prefix_parts(prefix: KeyIntervals | None, segments: Segments, backend: str) -> list[Part]:
     if prefix is None:
         return []
-    return [Part(for_any_intervals(backend), prefix_call(segments, prefix))]
+    return [Part(for_any_intervals(backend), Call(prefix, False, segments.block, None))]
 
 
 def _remote_keys(segments: Segments) -> _Keys:
-    """Offsets of all ring steps but the local one."""
-    assert segments.remote is not None
-    return _Keys(segments.remote, segments.prefixes and segments.prefixes.remote)
+    """Keys of all ring steps but the local one."""
+    assert segments.keys.remote is not None
+    return segments.keys.remote, segments.prefixes and segments.prefixes.keys.remote
 
 
 def _loop(body: Callable[[Any, Any], Any], carry: Any, xs: Any) -> Any:

@@ -23,19 +23,12 @@ from jaxtyping import Float, Int32
 
 from jaxthd.ops.attention import pallas_kernels as kernels
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
-from jaxthd.ops.backend import Device, below_capability, not_nvidia
+from jaxthd.ops.backend import Device
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.pallas_launch import launch
+from jaxthd.ops.pallas_launch import SMALLEST, below_ampere, launch
 from jaxthd.packing.intervals import key_intervals
 
-CAPABILITY_LEAST = (8, 0)
-"""Ampere's compute capability, the first with bfloat16 matrix units."""
 HEAD_DIMS = (16, 32, 64, 128, 256)
-SMALLEST = 16
-"""Least size of a dim that the tensor cores multiply over."""
-
-STAGES = 2
-"""Pipelined loads of a program."""
 
 
 class Tiles(NamedTuple):
@@ -136,7 +129,7 @@ def forward(
     ]
     kernel = partial(kernels.forward_kernel, scale=scale, keys=tiles.keys)
     grid = len(tiled.of_queries), heads
-    out, lse = launch(kernel, grid, inputs, outputs, warps=tiles.warps, stages=STAGES)
+    out, lse = launch(kernel, grid, inputs, outputs, warps=tiles.warps)
     return out[:n], lse.T[:n]
 
 
@@ -226,7 +219,7 @@ def _query_gradients(given: _Backward) -> tuple[Array, ...]:
         inputs.append((bias, of_bias))
         outputs.append((jax.ShapeDtypeStruct(bias.shape, bias.dtype), of_bias))
     kernel = partial(kernels.query_grad_kernel, scale=scale, keys=tiles.keys)
-    return launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, warps=tiles.warps, stages=STAGES)
+    return launch(kernel, (len(tiled.of_queries), heads), inputs, outputs, warps=tiles.warps)
 
 
 def _key_gradients(given: _Backward) -> tuple[Array, ...]:
@@ -257,13 +250,12 @@ def _key_gradients(given: _Backward) -> tuple[Array, ...]:
         inputs.append((bias, pl.BlockSpec((n, None, bias.shape[2]), lambda t, h: (0, h, 0))))
     outputs = [(jax.ShapeDtypeStruct(x.shape, dtype), tile(x)) for x in (k, v)]
     kernel = partial(kernels.key_grad_kernel, scale=scale, queries=tiles.queries)
-    return launch(kernel, (len(tiled.of_keys), kv_heads), inputs, outputs, warps=tiles.warps, stages=STAGES)
+    return launch(kernel, (len(tiled.of_keys), kv_heads), inputs, outputs, warps=tiles.warps)
 
 
 def why_unfit(head_dim: int, dtype: str, device: Device) -> str | None:
     """Why the kernels cannot compute heads of this size on the device; None if they can."""
-    reason = not_nvidia(device.platform) or below_capability(device, CAPABILITY_LEAST, "Ampere")
-    if reason:
+    if (reason := below_ampere(device)) is not None:
         return reason
     if head_dim not in HEAD_DIMS:
         return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dims, and they have {head_dim}"

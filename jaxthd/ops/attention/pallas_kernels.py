@@ -19,20 +19,10 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.pallas_launch import COLUMNS, ROWS_BY_ROWS, Ref, dot
 
-Ref = Any
-"""A Pallas reference to a block."""
 DISTANCES = 64
 """The number of distances of a bias is a multiple of this."""
-ROWS, COLUMNS = (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
-ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
-
-
-def _dot(a: Array, b: Array, dims: Any = ROWS) -> Array:
-    """In the accumulation dtype: a @ b (ROWS), a.T @ b (COLUMNS), a @ b.T (ROWS_BY_ROWS)."""
-    exact = jax.lax.Precision.DEFAULT if a.dtype.itemsize == 2 else jax.lax.Precision.HIGHEST
-    return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=accumulation_dtype(a))
 
 
 class _Pairs(NamedTuple):
@@ -60,7 +50,7 @@ class _Pairs(NamedTuple):
 
 def _scores(q: Array, k: Array, bias_ref: Ref | None, pairs: _Pairs, scale: float) -> Array:
     """Scaled scores [q, b]; -inf where the query does not see the key. bias: [.., W]."""
-    seen, scores = pairs.seen(k.shape[0]), _dot(q, k, ROWS_BY_ROWS)
+    seen, scores = pairs.seen(k.shape[0]), dot(q, k, ROWS_BY_ROWS)
     if bias_ref is not None:
         at = bias_ref.at[pairs.bias_at(seen, bias_ref.shape[1])]
         scores += pltriton.load(at, mask=seen, other=0.0).astype(scores.dtype)
@@ -74,7 +64,7 @@ def _gradients(
     query_grad_kernel.
     """
     p = jnp.exp(scores - lse[:, None])
-    return p, p * (_dot(dout, v, ROWS_BY_ROWS) - product[:, None]) * scale
+    return p, p * (dot(dout, v, ROWS_BY_ROWS) - product[:, None]) * scale
 
 
 def forward_kernel(
@@ -108,7 +98,7 @@ def forward_kernel(
         finite = jnp.where(new_most == -jnp.inf, 0.0, new_most)
         p, shrink = jnp.exp(scores - finite[:, None]), jnp.exp(most - finite)
         v = v_ref[there, :]
-        return out * shrink[:, None] + _dot(p.astype(v.dtype), v), new_most, total * shrink + p.sum(1)
+        return out * shrink[:, None] + dot(p.astype(v.dtype), v), new_most, total * shrink + p.sum(1)
 
     zeros = jnp.zeros(q.shape[:1], acc)
     start = jnp.zeros(out_ref.shape, acc), zeros - jnp.inf, zeros
@@ -152,7 +142,7 @@ def query_grad_kernel(
         if bias is not None:
             seen = pairs.seen(keys)
             pltriton.store(refs[-1].at[pairs.bias_at(seen, bias.shape[1])], ds, mask=seen)
-        return dq + _dot(ds, k)
+        return dq + dot(ds, k)
 
     dq = jax.lax.fori_loop(tiles_ref[0], tiles_ref[1], tile, jnp.zeros(q.shape, lse.dtype))
     dq_ref[...] = dq.astype(dq_ref.dtype)
@@ -208,7 +198,7 @@ def key_grad_kernel(
             scores = _scores(q, k, bias[0] if bias else None, pairs, scale)
             p, ds = _gradients(scores, dout, v, lse_ref[g, there], product_ref[g, there], scale)
             dk, dv = sums
-            return dk + _dot(ds.astype(q.dtype), q, COLUMNS), dv + _dot(p.astype(dout.dtype), dout, COLUMNS)
+            return dk + dot(ds.astype(q.dtype), q, COLUMNS), dv + dot(p.astype(dout.dtype), dout, COLUMNS)
 
         return jax.lax.fori_loop(tiles_ref[0], tiles_ref[1], tile, sums)
 

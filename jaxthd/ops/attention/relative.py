@@ -19,8 +19,7 @@ from jaxtyping import Float, Int32
 from jaxthd.ops.attention import pallas
 from jaxthd.ops.attention.pallas_kernels import DISTANCES
 from jaxthd.ops.backend import Device
-from jaxthd.ops.kept import kept
-from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.numerics import accumulation_dtype, kept
 
 
 @dataclass(frozen=True)

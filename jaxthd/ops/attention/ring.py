@@ -15,8 +15,9 @@ Legend: N queries and keys of a rank, H query heads, K key/value heads, D query/
 context ranks.
 """
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +27,7 @@ from jaxtyping import Float
 from jaxthd.ops.attention.backends import BACKENDS, for_any_intervals
 from jaxthd.ops.attention.exchange import Pair, Part, around, local_parts, over_ranks, send
 from jaxthd.ops.backend import find_backend
-from jaxthd.ops.kept import kept
+from jaxthd.ops.numerics import kept
 from jaxthd.packing.layout import inverse_permutation
 from jaxthd.packing.segments import Segments, gather_in_rows
 
@@ -65,9 +66,9 @@ def packed_attention(
     if in_window:
         segments, backend = segments.in_window, for_any_intervals(backend).name
     if segments.context == 1 or (exchange == "ring" and segments.uniform_program):
-        return _ring_attention(q_NHD, k_NKD, v_NKV, sink_H, segments, scale, backend)
+        return _attention(q_NHD, k_NKD, v_NKV, sink_H, segments, scale, backend, False)
     k_CNKD, v_CNKV = (jax.lax.all_gather(x, segments.axis) for x in (k_NKD, v_NKV))
-    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend)
+    return _attention(q_NHD, k_CNKD, v_CNKV, sink_H, segments, scale, backend, True)
 
 
 def gathered_attention(
@@ -82,7 +83,7 @@ def gathered_attention(
     """packed_attention by "all_gather", to the keys and values of all context ranks: for callers that make
     them of something smaller, which they have gathered."""
     find_backend(BACKENDS, "attention", backend)
-    return _gathered_attention(q_NHD, k_CNKD, v_CNKV, None, segments, scale, backend)
+    return _attention(q_NHD, k_CNKD, v_CNKV, None, segments, scale, backend, True)
 
 
 def _attention_of_whole(
@@ -169,128 +170,104 @@ def _sink_gradient(out: Array, lse: Array, dout: Array, sink_H: Array | None) ->
     return -(jnp.exp(sink_H.astype(lse.dtype) - lse) * dot_NH).sum(0).astype(sink_H.dtype)
 
 
-_Sums = tuple[Array, ...]
+Sums = tuple[Array, ...]
+"""Of the forward pass an output and its log-sum-exp; of the backward pass gradients."""
 
 
-class _Forward(NamedTuple):
-    """The forward pass: the sums are an output and its log-sum-exp."""
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _attention(q, k, v, sink, segments: Segments, scale: float, backend: str, is_gathered: bool):
+    """k, v: this rank's; of all ranks [C, N, ...] if is_gathered."""
+    return _output(q, k, v, sink, segments, scale, backend, is_gathered)[0].astype(q.dtype)
 
-    q: Array
-    scale: float
 
-    def local(self, parts: list[Part], pair: Pair) -> _Sums:
-        first, *more = parts
-        return self.added(first.backend.forward(self.q, *pair, first.call, self.scale), more, pair)
+def _output(q, k, v, sink_H, segments: Segments, scale: float, backend: str, is_gathered: bool) -> Sums:
+    """The output and its log-sum-exp, with the sink."""
 
-    def added(self, sums: _Sums, parts: list[Part], pair: Pair) -> _Sums:
-        def visit(part: Part, out: Array, lse: Array) -> _Sums:
-            return merge(out, lse, *part.backend.forward(self.q, *pair, part.call, self.scale))
+    def added(sums: Sums, pair: Pair, parts: list[Part]) -> Sums:
+        def visit(part: Part, out: Array, lse: Array) -> Sums:
+            return merge(out, lse, *part.backend.forward(q, *pair, part.call, scale))
 
         for part in parts:
             sums = jax.lax.cond(part.call.is_empty, lambda *sums: sums, partial(visit, part), *sums)
         return sums
 
+    def gathered(sums: Sums, source: Array, parts: list[Part]) -> Sums:
+        return added(sums, (k[source], v[source]), parts)
 
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _ring_attention(q, k, v, sink, segments: Segments, scale: float, backend: str):
-    return _ring_sums(q, k, v, sink, segments, scale, backend)[0].astype(q.dtype)
-
-
-def _ring_sums(
-    q: Array, k: Array, v: Array, sink_H: Array | None, segments: Segments, scale: float, backend: str
-) -> tuple[Array, Array]:
-    forward = _Forward(q, scale)
-
-    def visit(sums: _Sums, pair: Pair, parts: list[Part]) -> _Sums:
-        return forward.added(sums, parts, pair)
-
-    arriving = send((k, v), segments)
-    sums = forward.local(local_parts(segments, backend), (k, v))
-    if segments.remote is not None:
-        sums = around(visit, sums, arriving, segments, backend)
+    local, *more = local_parts(segments, backend)
+    arriving = own = k, v
+    if is_gathered:
+        rank = jax.lax.axis_index(segments.axis)
+        own = k[rank], v[rank]
+    elif segments.context > 1:
+        arriving = send(own, segments)
+    sums = added(local.backend.forward(q, *own, local.call, scale), own, more)
+    if is_gathered:
+        sums = over_ranks(gathered, sums, segments, backend)
+    elif segments.context > 1:
+        sums = around(added, sums, arriving, segments, backend)
     return with_sink(sums[0], sums[1], sink_H)
 
 
-def _ring_forward(q, k, v, sink, segments, scale, backend):
-    out, lse = _ring_sums(q, k, v, sink, segments, scale, backend)
+def _forward(q, k, v, sink, segments, scale, backend, is_gathered):
+    out, lse = _output(q, k, v, sink, segments, scale, backend, is_gathered)
     out, lse = kept(out.astype(q.dtype)), kept(lse)
     return out, (q, k, v, sink, segments, out, lse)
 
 
-def _ring_backward(scale, backend, residuals, dout):
+def _backward(scale, backend, is_gathered, residuals, dout):
     q, k, v, sink, segments, out, lse = residuals
     out = out.astype(lse.dtype)
 
     def gradients(pair: Pair, part: Part) -> tuple[Array, Array, Array]:
         return part.backend.backward(q, *pair, out, lse, dout, part.call, scale)
 
-    def added(sums: _Sums, pair: Pair, parts: list[Part]) -> _Sums:
-        def visit(part: Part, *sums: Array) -> _Sums:
+    of_keys = _gathered_gradients if is_gathered else _ring_gradients
+    dq, dk, dv = of_keys(gradients, out, q, k, v, segments, backend)
+    d_sink = _sink_gradient(out, lse, dout, sink)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sink, None
+
+
+_attention.defvjp(_forward, _backward)
+
+Gradients = Callable[[Pair, Part], tuple[Array, Array, Array]]
+"""(keys and values, what to compute of them) -> gradients of queries, keys and values."""
+
+
+def _ring_gradients(
+    gradients: Gradients, out: Array, q: Array, k: Array, v: Array, segments: Segments, backend: str
+) -> Sums:
+    """Gradients of keys and values follow them one hop behind, and end on the rank of their keys."""
+
+    def added(sums: Sums, pair: Pair, parts: list[Part]) -> Sums:
+        def visit(part: Part, *sums: Array) -> Sums:
             return tuple(a + b for a, b in zip(sums, gradients(pair, part), strict=True))
 
         for part in parts:
             sums = jax.lax.cond(part.call.is_empty, lambda *sums: sums, partial(visit, part), *sums)
         return sums
 
-    def visit(sums: _Sums, pair: Pair, parts: list[Part]) -> _Sums:
-        # Gradients of keys and values follow them one hop behind, and end on the rank of their keys.
+    def visit(sums: Sums, pair: Pair, parts: list[Part]) -> Sums:
         dq, *away = added(sums, pair, parts)
         return dq, *send((away[0], away[1]), segments)
 
-    arriving = send((k, v), segments)
+    arriving = send((k, v), segments) if segments.context > 1 else (k, v)
     local, *more = local_parts(segments, backend)
     dq, dk, dv = added(gradients((k, v), local), (k, v), more)
-    if segments.remote is not None:
-        sums = dq, jnp.zeros_like(dk), jnp.zeros_like(dv)
-        dq, *home = around(visit, sums, arriving, segments, backend)
-        dk, dv = dk + home[0], dv + home[1]
-    d_sink = _sink_gradient(out, lse, dout, sink)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), d_sink, None
+    if segments.context == 1:
+        return dq, dk, dv
+    dq, *home = around(visit, (dq, jnp.zeros_like(dk), jnp.zeros_like(dv)), arriving, segments, backend)
+    return dq, dk + home[0], dv + home[1]
 
 
-_ring_attention.defvjp(_ring_forward, _ring_backward)
+def _gathered_gradients(
+    gradients: Gradients, out: Array, q: Array, k: Array, v: Array, segments: Segments, backend: str
+) -> Sums:
+    """Gradients of keys and values are written in the places of their ranks."""
 
-
-@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
-def _gathered_attention(q, k_CNKD, v_CNKV, sink, segments: Segments, scale: float, backend: str):
-    return _gathered_sums(q, k_CNKD, v_CNKV, sink, segments, scale, backend)[0].astype(q.dtype)
-
-
-def _gathered_sums(
-    q: Array,
-    k_CNKD: Array,
-    v_CNKV: Array,
-    sink_H: Array | None,
-    segments: Segments,
-    scale: float,
-    backend: str,
-) -> tuple[Array, Array]:
-    forward = _Forward(q, scale)
-
-    def visit(sums: _Sums, source: Array, parts: list[Part]) -> _Sums:
-        return forward.added(sums, parts, (k_CNKD[source], v_CNKV[source]))
-
-    rank = jax.lax.axis_index(segments.axis)
-    sums = forward.local(local_parts(segments, backend), (k_CNKD[rank], v_CNKV[rank]))
-    sums = over_ranks(visit, sums, segments, backend)
-    return with_sink(sums[0], sums[1], sink_H)
-
-
-def _gathered_forward(q, k, v, sink, segments, scale, backend):
-    out, lse = _gathered_sums(q, k, v, sink, segments, scale, backend)
-    out, lse = kept(out.astype(q.dtype)), kept(lse)
-    return out, (q, k, v, sink, segments, out, lse)
-
-
-def _gathered_backward(scale, backend, residuals, dout):
-    q, k, v, sink, segments, out, lse = residuals
-    out = out.astype(lse.dtype)
-
-    def visit(sums: _Sums, source: Array, parts: list[Part]) -> _Sums:
-        pair = k[source], v[source]
-
-        def grown(part: Part, is_first: bool, dq: Array, dk: Array, dv: Array) -> _Sums:
-            more, *of_pair = part.backend.backward(q, *pair, out, lse, dout, part.call, scale)
+    def visit(sums: Sums, source: Array, parts: list[Part]) -> Sums:
+        def grown(part: Part, is_first: bool, dq: Array, dk: Array, dv: Array) -> Sums:
+            more, *of_pair = gradients((k[source], v[source]), part)
             put = [(x.at[source], y.astype(x.dtype)) for x, y in zip((dk, dv), of_pair, strict=True)]
             return (dq + more, *(at.set(y) if is_first else at.add(y) for at, y in put))
 
@@ -299,10 +276,6 @@ def _gathered_backward(scale, backend, residuals, dout):
             sums = jax.lax.cond(part.call.is_empty, lambda *sums: sums, visited, *sums)
         return sums
 
-    sums: _Sums = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
+    sums: Sums = jnp.zeros_like(out, shape=q.shape), jnp.zeros_like(k), jnp.zeros_like(v)
     sums = visit(sums, jax.lax.axis_index(segments.axis), local_parts(segments, backend))
-    dq, dk, dv = over_ranks(visit, sums, segments, backend)
-    return dq.astype(q.dtype), dk, dv, _sink_gradient(out, lse, dout, sink), None
-
-
-_gathered_attention.defvjp(_gathered_forward, _gathered_backward)
+    return over_ranks(visit, sums, segments, backend)

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxthd.ops.delta.rule import DeltaInputs, Given, gated_delta_rule_and_states
+from jaxthd.ops.delta.rule import DeltaInputs, Given, gated_delta_rule
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.cuts import entering_states
 from jaxthd.ops.scan.prefixes import numbers_by_scan_chunk, of_states
@@ -30,14 +30,14 @@ from jaxthd.packing.segments import Segments
 def outputs_and_states(
     inputs: DeltaInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
 ) -> tuple[Float[Array, "N H V"], Float[Array, "D H K V"]]:
-    """gated_delta_rule_and_states under every layout."""
+    """gated_delta_rule under every layout."""
     segments = segments.for_mixers
     if segments.cut is None:
-        return gated_delta_rule_and_states(inputs, segments, at_D, chunk=chunk)
+        return gated_delta_rule(inputs, segments, at_D, chunk=chunk)
     own = segments.cut.own
     ends_E = own.local_index(segments.cut.end)
     at = jnp.concatenate([at_D, ends_E])
-    y_NHV, states = gated_delta_rule_and_states(inputs, own, at, chunk=chunk)
+    y_NHV, states = gated_delta_rule(inputs, own, at, chunk=chunk)
     state_DHKV, added_EHKV = jnp.split(states, [len(at_D)])
 
     def passed(inputs: DeltaInputs, added_EHKV: Array) -> tuple[Array, Array]:
@@ -64,7 +64,7 @@ def _from_entering_states(
     )
     nothing = inputs._replace(v=jnp.zeros((*inputs.v.shape[:2], key_dim), inputs.v.dtype))
     alone = replace(cut.own, prefixes=None)
-    reads_NHK, factors = gated_delta_rule_and_states(nothing, alone, at, chunk=chunk, given=identity)
+    reads_NHK, factors = gated_delta_rule(nothing, alone, at, chunk=chunk, given=identity)
     factor_DHKK, factor_EHKK = jnp.split(factors, [len(at) - chunks_E])
     exists_E111 = (at[-chunks_E:] >= 0)[:, None, None, None]
     entering_EHKV = entering_states(MatrixMap(factor_EHKK, added_EHKV).where(exists_E111), segments)

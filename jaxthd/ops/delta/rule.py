@@ -57,28 +57,21 @@ class Given(NamedTuple):
     of_token: Int32[Array, " N"]
 
 
-def gated_delta_rule(inputs: DeltaInputs, segments: Segments, *, chunk: int) -> Float[Array, "N H V"]:
-    """y of every token, in the accumulation dtype. Differentiable. No document is cut (segments.cut).
-
-    chunk: tokens of a scan chunk; it changes speed and memory only.
-    """
-    nowhere = jnp.zeros(0, jnp.int32)
-    return gated_delta_rule_and_states(inputs, segments, nowhere, chunk=chunk)[0]
-
-
-def gated_delta_rule_and_states(
+def gated_delta_rule(
     inputs: DeltaInputs,
     segments: Segments,
-    at_D: Int32[Array, " D"],
+    at_D: Int32[Array, " D"] | None = None,
     *,
     chunk: int,
     given: Given | None = None,
 ) -> tuple[Float[Array, "N H V"], Float[Array, "D H K V"]]:
-    """As gated_delta_rule; and the state S after each of this rank's tokens at_D, 0 where at_D is -1, to
-    decode on from there. Both are in the accumulation dtype.
+    """y of every token; and the state S after each of this rank's tokens at_D, 0 where at_D is -1, to decode
+    on from there. Both are in the accumulation dtype, and differentiable.
 
-    given: in place of segments.prefixes. For documents that are cut: ops/delta/cuts.py.
+    chunk: tokens of a scan chunk; it changes speed and memory only. given: in place of segments.prefixes.
+    No document is cut; for such: ops/delta/cuts.py.
     """
+    at_D = jnp.zeros(0, jnp.int32) if at_D is None else at_D
     length = len(inputs.v) // (segments.rows * segments.context_chunks)
     chunk = min(chunk, length)
     chunks = _in_scan_chunks(inputs, segments, chunk)

@@ -6,7 +6,7 @@ from jaxtyping import Float
 
 from jaxthd.ops.backend import find_backend
 from jaxthd.ops.scan import pallas, ssd
-from jaxthd.ops.scan.contract import ScanBackend
+from jaxthd.ops.scan.contract import ScanBackend, ScanInputs
 from jaxthd.ops.scan.cuts import from_entering_states
 from jaxthd.ops.scan.prefixes import ssd_and_prefix_outputs
 from jaxthd.packing.segments import Segments
@@ -15,29 +15,18 @@ BACKENDS: dict[str, ScanBackend] = {b.name: b for b in (pallas.BACKEND, ssd.BACK
 """In the order in which "auto" tries them. The last one runs everywhere."""
 
 
-def scan(
-    x_NHP: Float[Array, "N H P"],
-    dt_NH: Float[Array, "N H"],
-    a_H: Float[Array, " H"],
-    b_NGS: Float[Array, "N G S"],
-    c_NGS: Float[Array, "N G S"],
-    segments: Segments,
-    *,
-    chunk: int,
-    backend: str,
-) -> Float[Array, "N H P"]:
+def scan(inputs: ScanInputs, segments: Segments, *, chunk: int, backend: str) -> Float[Array, "N H P"]:
     """ops/scan/ssd.py's scan by the back-end called `backend`. A document that continues another one
     (segments.prefixes) starts from the state at that one's end, and so does a context chunk that continues a
-    document (segments.cut). Raises ValueError for a back-end that is not
-    there."""
+    document (segments.cut). Raises ValueError for a back-end that is not there.
+    """
     segments = segments.for_mixers
     if segments.cut is not None:
-        arrays, own = (x_NHP, dt_NH, a_H, b_NGS, c_NGS), segments.cut.own
-        y_NHP = scan(*arrays, own, chunk=chunk, backend=backend)
+        y_NHP = scan(inputs, segments.cut.own, chunk=chunk, backend=backend)
         nowhere = jnp.zeros(0, jnp.int32)
-        return y_NHP + from_entering_states(*arrays, segments, nowhere, chunk=chunk)[0]
-    run, inputs = find_backend(BACKENDS, "scan", backend).scan, (x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments)
+        return y_NHP + from_entering_states(inputs, segments, nowhere, chunk=chunk)[0]
+    run = find_backend(BACKENDS, "scan", backend).scan
     if segments.prefixes is None:
-        return run(*inputs, chunk=chunk)
-    alone_NHP, more_NHP = ssd_and_prefix_outputs(*inputs, chunk=chunk)
-    return more_NHP + (alone_NHP if backend == ssd.BACKEND.name else run(*inputs, chunk=chunk))
+        return run(inputs, segments, chunk=chunk)
+    alone_NHP, more_NHP = ssd_and_prefix_outputs(inputs, segments, chunk=chunk)
+    return more_NHP + (alone_NHP if backend == ssd.BACKEND.name else run(inputs, segments, chunk=chunk))

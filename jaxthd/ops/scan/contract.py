@@ -8,8 +8,19 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from jax import Array
+from jaxtyping import Float
 
 from jaxthd.ops.backend import Device
+
+
+class ScanInputs(NamedTuple):
+    """x, B and C in the compute dtype; dt, at least 0, and the rates a, below 0, in promote(float32, x's)."""
+
+    x: Float[Array, "N H P"]
+    dt: Float[Array, "N H"]
+    a: Float[Array, " H"]
+    b: Float[Array, "N G S"]
+    c: Float[Array, "N G S"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +47,8 @@ class ScanShape:
 
 
 Scan = Callable[..., Array]
-"""(x [N, H, P], dt [N, H], a [H], B [N, G, S], C [N, G, S], segments, *, chunk) -> y [N, H, P] in
-x's dtype or promote(float32, x's dtype), as ops/scan/ssd.py defines it."""
+"""(ScanInputs, segments, *, chunk) -> y [N, H, P] in x's dtype or promote(float32, x's dtype), as
+ops/scan/ssd.py defines it."""
 
 
 class ScanBackend(NamedTuple):

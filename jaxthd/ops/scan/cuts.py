@@ -17,24 +17,16 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxthd.ops.cut_exchange import gathered_chunks
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.scan.prefixes import decays_since_start, of_states
-from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunks, ssd_and_states
-from jaxthd.ops.scan.state_passing import DecayMap, StateMap
+from jaxthd.ops.scan.contract import ScanInputs
+from jaxthd.ops.scan.prefixes import decays_since_start, from_states
+from jaxthd.ops.scan.ssd import in_scan_chunk, in_scan_chunks, ssd_and_states
+from jaxthd.ops.scan.state_passing import DecayMap, StateMap, gathered_chunks, states_between_chunks
 from jaxthd.packing.segments import Segments
 
 
 def from_entering_states(
-    x_NHP: Float[Array, "N H P"],
-    dt_NH: Float[Array, "N H"],
-    a_H: Float[Array, " H"],
-    b_NGS: Float[Array, "N G S"],
-    c_NGS: Float[Array, "N G S"],
-    segments: Segments,
-    at_D: Int32[Array, " D"],
-    *,
-    chunk: int,
+    inputs: ScanInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
     """Additions of the states that enter context chunks of cut documents to outputs, and to the states after
     the tokens at_D; 0 elsewhere.
@@ -43,60 +35,43 @@ def from_entering_states(
     """
     cut, tokens = segments.cut, segments.row_length
     assert cut is not None
-    chunk = min(chunk, tokens)
-    number_N = cut.chunk_of_token
+    heads, number_N = inputs.x.shape[1:], cut.chunk_of_token
 
-    def passed(x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array) -> tuple[Array, Array]:
-        arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
+    def passed(inputs: ScanInputs) -> tuple[Array, Array]:
         ends_E = cut.own.local_index(cut.end)
-        _, state_EHPS = ssd_and_states(*arrays, cut.own, ends_E, chunk=chunk)
-        chunks = in_scan_chunks(*arrays, cut.own, chunk)
+        _, state_EHPS = ssd_and_states(inputs, cut.own, ends_E, chunk=chunk)
+        chunks = in_scan_chunks(inputs, cut.own, min(chunk, tokens))
         decay_CGhQ = decays_since_start(chunks, cut.own)
         entering_EHPS = _entering_states(_decay_at(decay_CGhQ, ends_E, tokens), state_EHPS, segments)
-        # From 1, because the filling has 0.
-        number_CQ = by_scan_chunk(number_N[:, None] + 1, segments.rows, chunk)[:, 0]
-        more_CGQhP = of_states(chunks.c_CGQS, entering_EHPS, number_CQ)
-        more_CGQhP = more_CGQhP * decay_CGhQ.swapaxes(2, 3)[..., None]
-        more_RLHP = more_CGQhP.swapaxes(1, 2).reshape(segments.rows, -1, *x_NHP.shape[1:])
-        decay_DH11 = _decay_at(decay_CGhQ, at_D, tokens).reshape(len(at_D), x_NHP.shape[1], 1, 1)
+        more_NHP = from_states(inputs, chunks, decay_CGhQ, entering_EHPS, number_N, cut.own)
+        decay_DH11 = _decay_at(decay_CGhQ, at_D, tokens).reshape(len(at_D), heads[0], 1, 1)
         number_D = jnp.where(at_D >= 0, number_N[at_D], -1)
         more_DHPS = jnp.where((number_D >= 0).reshape(-1, 1, 1, 1), decay_DH11 * entering_EHPS[number_D], 0)
-        return more_RLHP[:, :tokens].reshape(x_NHP.shape), more_DHPS
+        return more_NHP, more_DHPS
 
-    def none(x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array) -> tuple[Array, Array]:
-        acc, state = accumulation_dtype(x_NHP), b_NGS.shape[-1]
-        return jnp.zeros(x_NHP.shape, acc), jnp.zeros((len(at_D), *x_NHP.shape[1:], state), acc)
+    def none(inputs: ScanInputs) -> tuple[Array, Array]:
+        acc, state = accumulation_dtype(inputs.x), inputs.b.shape[-1]
+        return jnp.zeros(inputs.x.shape, acc), jnp.zeros((len(at_D), *heads, state), acc)
 
-    more: tuple[Array, Array] = jax.lax.cond(cut.width > 0, passed, none, x_NHP, dt_NH, a_H, b_NGS, c_NGS)
+    more: tuple[Array, Array] = jax.lax.cond(cut.width > 0, passed, none, inputs)
     return more
 
 
 def outputs_and_states(
-    x_NHP: Float[Array, "N H P"],
-    dt_NH: Float[Array, "N H"],
-    a_H: Float[Array, " H"],
-    b_NGS: Float[Array, "N G S"],
-    c_NGS: Float[Array, "N G S"],
-    segments: Segments,
-    at_D: Int32[Array, " D"],
-    *,
-    chunk: int,
+    inputs: ScanInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
     """ssd_and_states under every layout."""
     segments = segments.for_mixers
-    arrays = x_NHP, dt_NH, a_H, b_NGS, c_NGS
     if segments.cut is None:
-        return ssd_and_states(*arrays, segments, at_D, chunk=chunk)
-    y_NHP, state_DHPS = ssd_and_states(*arrays, segments.cut.own, at_D, chunk=chunk)
-    more_NHP, more_DHPS = from_entering_states(*arrays, segments, at_D, chunk=chunk)
+        return ssd_and_states(inputs, segments, at_D, chunk=chunk)
+    y_NHP, state_DHPS = ssd_and_states(inputs, segments.cut.own, at_D, chunk=chunk)
+    more_NHP, more_DHPS = from_entering_states(inputs, segments, at_D, chunk=chunk)
     return y_NHP + more_NHP, state_DHPS + more_DHPS
 
 
 def _decay_at(decay_CGhQ: Array, at_E: Array, tokens: int) -> Array:
     """The decays of tokens of this rank, [E, G, h]; 1 for -1."""
-    chunk = decay_CGhQ.shape[-1]
-    c_E, q_E = jnp.divmod(at_E % tokens, chunk)
-    c_E = c_E + at_E // tokens * -(-tokens // chunk)
+    c_E, q_E = in_scan_chunk(at_E, tokens, decay_CGhQ.shape[-1])
     return jnp.where((at_E >= 0)[:, None, None], decay_CGhQ[c_E, :, :, q_E], 1)
 
 
@@ -121,14 +96,9 @@ def entering_states(maps: StateMap, segments: Segments) -> Array:
         """[E, ...] -> [K, R, 2, ...]."""
         return x_E.reshape(*chunk_RK.shape, 2, *x_E.shape[1:]).swapaxes(0, 1)
 
-    def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
-        return of_chunk.on(state), state
-
     def exchanged(maps_R2: StateMap) -> Array:
         everywhere = jax.tree.map(lambda x: gathered_chunks(x, 1, segments)[0], maps_R2)
-        _, before = jax.lax.scan(step, jnp.zeros_like(everywhere.added[0]), everywhere)
-        first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
-        return jnp.stack([before[first], before[second]], axis=1)
+        return states_between_chunks(everywhere, segments)
 
     def document(_: None, given: tuple[Array, StateMap]) -> tuple[None, Array]:
         exists, maps_R2 = given

@@ -52,8 +52,9 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from jaxthd.ops.backend import Device, below_capability, not_nvidia
-from jaxthd.ops.scan.contract import ScanBackend, ScanShape
+from jaxthd.ops.backend import Device
+from jaxthd.ops.pallas_launch import SMALLEST, below_ampere
+from jaxthd.ops.scan.contract import ScanBackend, ScanInputs, ScanShape
 from jaxthd.ops.scan.pallas_launches import (
     Carried,
     Sizes,
@@ -68,10 +69,6 @@ from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.segments import Segments
 
 TILE = 64
-SMALLEST = 16
-"""Least size of a dim that the tensor cores multiply over."""
-CAPABILITY_LEAST = (8, 0)
-"""Ampere's compute capability, the first with bfloat16 matrix units."""
 
 
 class Sums(NamedTuple):
@@ -90,21 +87,14 @@ class Sums(NamedTuple):
 
 
 def ssd_pallas(
-    x_NHP: Float[Array, "N H P"],
-    dt_NH: Float[Array, "N H"],
-    a_H: Float[Array, " H"],
-    b_NGS: Float[Array, "N G S"],
-    c_NGS: Float[Array, "N G S"],
-    segments: Segments,
-    *,
-    chunk: int,
-    tile: int = TILE,
+    inputs: ScanInputs, segments: Segments, *, chunk: int, tile: int = TILE
 ) -> Float[Array, "N H P"]:
     """As ops.scan.ssd.ssd, for x in float32 or bfloat16, and chunk, P and S powers of two of 16 or more.
     y is in x's dtype.
 
     On a CPU the kernels are interpreted. Raises ValueError for other dtypes and sizes.
     """
+    x_NHP, dt_NH, a_H, b_NGS, c_NGS = inputs
     context_chunks = segments.rows * segments.context_chunks
     length = len(x_NHP) // context_chunks
     chunk = chunk_of(chunk, length)
@@ -149,8 +139,11 @@ def why_unfit(chunk: int, head_dim: int, state: int, dtype: str) -> list[str]:
 
 
 def _unfit(shape: ScanShape, device: Device) -> str | None:
-    reason = not_nvidia(device.platform) or below_capability(device, CAPABILITY_LEAST, "Ampere")
-    return reason or " and ".join(why_unfit(shape.chunk, shape.head_dim, shape.state, shape.dtype)) or None
+    return (
+        below_ampere(device)
+        or " and ".join(why_unfit(shape.chunk, shape.head_dim, shape.state, shape.dtype))
+        or None
+    )
 
 
 BACKEND = ScanBackend("pallas", _unfit, ssd_pallas, is_interpreted_on_cpu=True)

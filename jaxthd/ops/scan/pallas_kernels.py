@@ -20,16 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-Ref = Any
-"""A Pallas reference to a block."""
-ROWS, COLUMNS = (((1,), (0,)), ((), ())), (((0,), (0,)), ((), ()))
-ROWS_BY_ROWS = (((1,), (1,)), ((), ()))
-
-
-def _dot(a: Array, b: Array, dims: Any = ROWS) -> Array:
-    """In float32: a @ b (ROWS), a.T @ b (COLUMNS), a @ b.T (ROWS_BY_ROWS)."""
-    exact = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else jax.lax.Precision.DEFAULT
-    return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=jnp.float32)
+from jaxthd.ops.pallas_launch import COLUMNS, ROWS_BY_ROWS, Ref, dot
 
 
 def _bfloat16_terms(x: Array, count: int) -> list[Array]:
@@ -58,7 +49,7 @@ def _tile_decays(la_q: Array, first_q: Array, base: Any, transposed: bool = Fals
         counted, rest, i, j, first = column <= row, row > column, row, column, first_q[:, None]
     sums = jnp.zeros((len(la_q), len(la_q)), jnp.float32)
     for term_q in _bfloat16_terms(la_q, 3):
-        sums += _dot(jnp.where(counted, term_q[None, :], 0).astype(jnp.bfloat16), rest.astype(jnp.bfloat16))
+        sums += dot(jnp.where(counted, term_q[None, :], 0).astype(jnp.bfloat16), rest.astype(jnp.bfloat16))
     return jnp.where((j <= i) & (first <= base + j), jnp.exp(sums), 0.0)
 
 
@@ -71,7 +62,7 @@ def _tile_decays_grad(w_qq: Array, terms: int) -> Array:
     before = (row < column).astype(jnp.bfloat16)
     up_to = jnp.zeros(w_qq.shape, jnp.float32)
     for term_qq in _bfloat16_terms(w_qq, terms):
-        up_to += _dot(term_qq, before)
+        up_to += dot(term_qq, before)
     return jnp.where(column <= row, up_to, 0.0).sum(0)
 
 
@@ -119,7 +110,7 @@ def states_kernel(
         for tile in range(chunk // q):
             rows = pl.ds(c * chunk + tile * q, q)
             weighted = (v_ref[rows, :] * weight_ref[rows][:, None]).astype(k_ref.dtype)
-            state += _dot(k_ref[rows, :], weighted, COLUMNS)
+            state += dot(k_ref[rows, :], weighted, COLUMNS)
         return state
 
     zero = jnp.zeros(last_ref.shape, jnp.float32)
@@ -145,19 +136,19 @@ def outputs_kernel(
     i = pl.program_id(0)
     rows = pl.ds(i * q, q)
     c, first = c_ref[rows, :], _first(positions_ref, i, q)
-    y = start_ref[rows][:, None] * _dot(c, _state(state_ref, tuple(carried), c.dtype))
+    y = start_ref[rows][:, None] * dot(c, _state(state_ref, tuple(carried), c.dtype))
 
     def earlier(j: Array, y: Array) -> Array:
         columns = pl.ds(j * q, q)
         decay = within_ref[rows][:, None] * (to_tile_ref[i, columns] * dt_ref[columns])[None, :]
-        scores = _dot(c, b_ref[columns, :], ROWS_BY_ROWS) * decay
+        scores = dot(c, b_ref[columns, :], ROWS_BY_ROWS) * decay
         scores = jnp.where(first[:, None] <= _offsets(j, q)[None, :], scores, 0.0)
-        return y + _dot(scores.astype(c.dtype), x_ref[columns, :])
+        return y + dot(scores.astype(c.dtype), x_ref[columns, :])
 
     y = jax.lax.fori_loop(0, i, earlier, y)
     decay = _tile_decays(la_ref[rows], first, i * q) * dt_ref[rows][None, :]
-    scores = _dot(c, b_ref[rows, :], ROWS_BY_ROWS) * decay
-    y_ref[...] = (y + _dot(scores.astype(c.dtype), x_ref[rows, :])).astype(y_ref.dtype)
+    scores = dot(c, b_ref[rows, :], ROWS_BY_ROWS) * decay
+    y_ref[...] = (y + dot(scores.astype(c.dtype), x_ref[rows, :])).astype(y_ref.dtype)
 
 
 def inputs_grad_kernel(
@@ -183,21 +174,21 @@ def inputs_grad_kernel(
     columns = pl.ds(j * q, q)
     b, x, dt = b_ref[columns, :], x_ref[columns, :], dt_ref[columns]
     offset = _offsets(j, q)[:, None]
-    dx = end_ref[columns][:, None] * _dot(b, _state(dstate_ref, tuple(carried), b.dtype))
+    dx = end_ref[columns][:, None] * dot(b, _state(dstate_ref, tuple(carried), b.dtype))
 
     def later(i: Array, dx: Array) -> Array:
         rows = pl.ds(i * q, q)
         decay = to_tile_ref[i, columns][:, None] * within_ref[rows][None, :]
-        scores = _dot(b, c_ref[rows, :], ROWS_BY_ROWS) * decay
+        scores = dot(b, c_ref[rows, :], ROWS_BY_ROWS) * decay
         scores = jnp.where(_first(positions_ref, i, q)[None, :] <= offset, scores, 0.0)
-        part = _dot(scores.astype(b.dtype), dy_ref[rows, :])
+        part = dot(scores.astype(b.dtype), dy_ref[rows, :])
         dto_tile_ref[i, :] = dt * (x * part).sum(1)
         return dx + part
 
     dx = jax.lax.fori_loop(j + 1, tiles, later, dx)
     decay = _tile_decays(la_ref[columns], _first(positions_ref, j, q), j * q, transposed=True)
-    scores = _dot(b, c_ref[columns, :], ROWS_BY_ROWS) * decay
-    dx += _dot(scores.astype(b.dtype), dy_ref[columns, :])
+    scores = dot(b, c_ref[columns, :], ROWS_BY_ROWS) * decay
+    dx += dot(scores.astype(b.dtype), dy_ref[columns, :])
     ddt_ref[...] = (x * dx).sum(1)
     dx_ref[...] = (dt[:, None] * dx).astype(dx_ref.dtype)
 
@@ -231,10 +222,10 @@ def scores_grad_kernel(
 
     def over_heads(one: Any) -> None:
         """one: (head, C B^T, gradient of the head's decayed scores) -> gradient of its C B^T."""
-        cb = _dot(c_ref[...], b_ref[...], ROWS_BY_ROWS)
+        cb = dot(c_ref[...], b_ref[...], ROWS_BY_ROWS)
 
         def head(h: Array, dcb: Array) -> Array:
-            d = _dot(dy_ref[:, h, :], x_ref[:, h, :], ROWS_BY_ROWS) * dt_ref[h, columns][None, :]
+            d = dot(dy_ref[:, h, :], x_ref[:, h, :], ROWS_BY_ROWS) * dt_ref[h, columns][None, :]
             return dcb + one(h, cb, d)
 
         dcb = jax.lax.fori_loop(0, heads, head, jnp.zeros((q, q), jnp.float32))
@@ -289,15 +280,15 @@ def shared_grad_kernel(
 
     def head(h: Array, out: Array) -> Array:
         state = _state(state_ref, tuple(carried), own.dtype, h)
-        part = weight_ref[h, :][:, None] * _dot(v_ref[:, h, :], state, ROWS_BY_ROWS)
+        part = weight_ref[h, :][:, None] * dot(v_ref[:, h, :], state, ROWS_BY_ROWS)
         dweight_ref[h, :] = (own * part).sum(1)
         return out + part
 
     def pair(t: Array, out: Array) -> Array:
         there = pl.ds(t * q, q)
         if reverse:
-            return out + _dot(dcb_ref[there, :], other_ref[there, :], COLUMNS)
-        return out + _dot(dcb_ref[:, there], other_ref[there, :])
+            return out + dot(dcb_ref[there, :], other_ref[there, :], COLUMNS)
+        return out + dot(dcb_ref[:, there], other_ref[there, :])
 
     out = jax.lax.fori_loop(0, v_ref.shape[1], head, jnp.zeros(own.shape, jnp.float32))
     low, high = (tile, tiles) if reverse else (0, tile + 1)

@@ -3,7 +3,6 @@
 Legend: as ops/scan/ssd.py; N tokens in whole scan chunks; n tiles of a scan chunk, q tokens of a tile.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -12,21 +11,11 @@ import jax.numpy as jnp
 from jax import Array
 from jax.experimental import pallas as pl
 
-from jaxthd.ops.pallas_launch import Inputs, Outputs, launch
+from jaxthd.ops.pallas_launch import Inputs, launch
 from jaxthd.ops.scan import pallas_kernels as kernels
 
 STATE_PART, HEAD_PART = 64, 32
 """The part of a head's state [S, P] that one program carries over the scan chunks."""
-
-WARPS_AND_STAGES = {
-    "states": (4, 2),
-    "outputs": (4, 2),
-    "inputs_grad": (4, 2),
-    "scores_grad": (4, 2),
-    "shared_grad": (4, 2),
-}
-"""For each kernel: warps of a program, and stages of its loops; with 2, loads run one matrix product
-early."""
 
 
 class Sizes(NamedTuple):
@@ -63,14 +52,6 @@ class Carried(NamedTuple):
 
     fade: Array
     state: Array
-
-
-def _launch(
-    name: str, kernel: Callable[..., None], grid: tuple[int, ...], inputs: Inputs, outputs: Outputs
-) -> tuple[Array, ...]:
-    """name: in WARPS_AND_STAGES."""
-    warps, stages = WARPS_AND_STAGES[name]
-    return launch(kernel, grid, inputs, outputs, warps=warps, stages=stages)
 
 
 def _float32(*shape: int) -> jax.ShapeDtypeStruct:
@@ -123,7 +104,7 @@ def states(
         product = pl.BlockSpec((None, None, c), lambda i, h, z: (i, h, z))
         outputs.append((_float32(parts, *total_HC.shape), product))
     kernel = partial(kernels.states_kernel, q=sizes.tile, reverse=other is not None, read=len(inputs) - given)
-    found = _launch("states", kernel, (parts, heads, sizes.context_chunks), inputs, outputs)
+    found = launch(kernel, (parts, heads, sizes.context_chunks), inputs, outputs)
     return found if other is None else (*found[:2], found[2].sum(0))
 
 
@@ -176,9 +157,9 @@ def outputs(
         *block.state(states_CHSP, carried),
     ]
     kernel = partial(kernels.outputs_kernel, q=sizes.tile)
-    return _launch(
-        "outputs", kernel, block.grid, inputs, [(jax.ShapeDtypeStruct(x_NHP.shape, x_NHP.dtype), block.tile)]
-    )[0]
+    return launch(kernel, block.grid, inputs, [(jax.ShapeDtypeStruct(x_NHP.shape, x_NHP.dtype), block.tile)])[
+        0
+    ]
 
 
 def inputs_grad(
@@ -211,7 +192,7 @@ def inputs_grad(
         (_float32(*tokens.to_tile.shape), block.to_tile_tile),
     ]
     kernel = partial(kernels.inputs_grad_kernel, q=sizes.tile)
-    return _launch("inputs_grad", kernel, block.grid, inputs, outputs)
+    return launch(kernel, block.grid, inputs, outputs)
 
 
 def scores_grad(
@@ -250,7 +231,7 @@ def scores_grad(
         (_float32(heads, n), pl.BlockSpec((per, q), lambda i, g, c: (g, c * tiles + i // tiles))),
     ]
     kernel = partial(kernels.scores_grad_kernel, q=q)
-    return _launch("scores_grad", kernel, (tiles * tiles, groups, n // chunk), inputs, outputs)
+    return launch(kernel, (tiles * tiles, groups, n // chunk), inputs, outputs)
 
 
 def shared_grad(
@@ -291,4 +272,4 @@ def shared_grad(
         (_float32(*weight_HN.shape), vector),
     ]
     kernel = partial(kernels.shared_grad_kernel, q=q, reverse=reverse)
-    return _launch("shared_grad", kernel, (tiles, groups, n // chunk), inputs, outputs)
+    return launch(kernel, (tiles, groups, n // chunk), inputs, outputs)

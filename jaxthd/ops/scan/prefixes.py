@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.ops.scan.decays import decays_since_start_here
 from jaxthd.ops.scan.ssd import (
     ScanChunks,
@@ -31,14 +32,7 @@ from jaxthd.packing.segments import Segments
 
 
 def ssd_and_prefix_outputs(
-    x_NHP: Float[Array, "N H P"],
-    dt_NH: Float[Array, "N H"],
-    a_H: Float[Array, " H"],
-    b_NGS: Float[Array, "N G S"],
-    c_NGS: Float[Array, "N G S"],
-    segments: Segments,
-    *,
-    chunk: int,
+    inputs: ScanInputs, segments: Segments, *, chunk: int
 ) -> tuple[Float[Array, "N H P"], Float[Array, "N H P"]]:
     """Output of ssd where every document stands alone; and what documents get from their prefixes.
 
@@ -46,18 +40,31 @@ def ssd_and_prefix_outputs(
     """
     assert segments.prefixes is not None
     ends = segments.local_index(segments.prefixes.last)
-    y_NHP, state_EHPS = ssd_and_states(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, ends, chunk=chunk)
+    y_NHP, state_EHPS = ssd_and_states(inputs, segments, ends, chunk=chunk)
     if segments.context > 1:
         state_EHPS = jax.lax.psum(state_EHPS, segments.axis)
-    context_chunks = segments.rows * segments.context_chunks
-    length = len(x_NHP) // context_chunks
-    chunk = min(chunk, length)
-    chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, chunk)
-    prefix_CQ = numbers_by_scan_chunk(segments.prefixes.of_token, segments, chunk)
-    more_CGQhP = of_states(chunks.c_CGQS, state_EHPS, prefix_CQ)
-    more_CGQhP = more_CGQhP * decays_since_start(chunks, segments).swapaxes(2, 3)[..., None]
+    length = len(inputs.x) // (segments.rows * segments.context_chunks)
+    chunks = in_scan_chunks(inputs, segments, min(chunk, length))
+    decay_CGhQ = decays_since_start(chunks, segments)
+    return y_NHP, from_states(inputs, chunks, decay_CGhQ, state_EHPS, segments.prefixes.of_token, segments)
+
+
+def from_states(
+    inputs: ScanInputs,
+    chunks: ScanChunks,
+    decay_CGhQ: Array,
+    state_EHPS: Array,
+    of_token_N: Int32[Array, " N"],
+    segments: Segments,
+) -> Float[Array, "N H P"]:
+    """Additions of the states that documents start from to outputs. decay: from a document's start to the
+    token. of_token: the number of each token's state; -1 for none."""
+    number_CQ = numbers_by_scan_chunk(of_token_N, segments, chunks.positions_CQ.shape[1])
+    more_CGQhP = of_states(chunks.c_CGQS, state_EHPS, number_CQ)
+    more_CGQhP = more_CGQhP * decay_CGhQ.swapaxes(2, 3)[..., None]
+    context_chunks, x_NHP = segments.rows * segments.context_chunks, inputs.x
     more_ZLHP = more_CGQhP.swapaxes(1, 2).reshape(context_chunks, -1, *x_NHP.shape[1:])
-    return y_NHP, more_ZLHP[:, :length].reshape(x_NHP.shape)
+    return more_ZLHP[:, : len(x_NHP) // context_chunks].reshape(x_NHP.shape)
 
 
 def numbers_by_scan_chunk(

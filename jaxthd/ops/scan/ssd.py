@@ -20,58 +20,41 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.scan.contract import ScanBackend
+from jaxthd.ops.scan.contract import ScanBackend, ScanInputs
 from jaxthd.ops.scan.decays import Decays, decays_of
 from jaxthd.ops.scan.state_passing import DecayMap, faded, initial_states
 from jaxthd.packing.segments import Segments
 
 
-def ssd(
-    x_NHP: Float[Array, "N H P"],
-    dt_NH: Float[Array, "N H"],
-    a_H: Float[Array, " H"],
-    b_NGS: Float[Array, "N G S"],
-    c_NGS: Float[Array, "N G S"],
-    segments: Segments,
-    *,
-    chunk: int,
-) -> Float[Array, "N H P"]:
+def ssd(inputs: ScanInputs, segments: Segments, *, chunk: int) -> Float[Array, "N H P"]:
     """y_i = C_i . h_i with h_i = exp(dt_i a) h_{i-1} + dt_i x_i B_i^T, h = 0 before each document.
 
-    dt_NH >= 0 and a_H < 0 in the accumulation dtype promote(float32, x's); x, B, C in the compute dtype.
-    chunk: tokens of a scan chunk; it changes speed and memory only. Returns the accumulation dtype.
+    chunk: tokens of a scan chunk; it changes speed and memory only. Returns the accumulation dtype
+    promote(float32, x's).
     """
-    nowhere = jnp.zeros(0, jnp.int32)
-    return ssd_and_states(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, nowhere, chunk=chunk)[0]
+    return ssd_and_states(inputs, segments, jnp.zeros(0, jnp.int32), chunk=chunk)[0]
 
 
 BACKEND = ScanBackend("xla", lambda shape, device: None, ssd)
 
 
 def ssd_and_states(
-    x_NHP: Float[Array, "N H P"],
-    dt_NH: Float[Array, "N H"],
-    a_H: Float[Array, " H"],
-    b_NGS: Float[Array, "N G S"],
-    c_NGS: Float[Array, "N G S"],
-    segments: Segments,
-    at_D: Int32[Array, " D"],
-    *,
-    chunk: int,
+    inputs: ScanInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
     """As ssd; and the state h after each of this rank's tokens at_D, 0 where at_D is -1, to decode on from
     there.
 
     Both are in the accumulation dtype.
     """
+    x_NHP, state = inputs.x, inputs.b.shape[-1]
     length = len(x_NHP) // (segments.rows * segments.context_chunks)
-    chunks = in_scan_chunks(x_NHP, dt_NH, a_H, b_NGS, c_NGS, segments, min(chunk, length))
+    chunks = in_scan_chunks(inputs, segments, min(chunk, length))
     decays = decays_of(chunks.decay_CGhQ, chunks.positions_CQ)
     state_CGShP = _states_before(chunks, decays, segments)
     y_CGQhP = _outputs(chunks, decays, state_CGShP)
     y_ZLHP = y_CGQhP.swapaxes(1, 2).reshape(len(x_NHP) // length, -1, *x_NHP.shape[1:])
     state_DGShP = _states_after(chunks, decays, state_CGShP, at_D, length)
-    state_DHPS = jnp.moveaxis(state_DGShP, 2, -1).reshape(len(at_D), *x_NHP.shape[1:], b_NGS.shape[-1])
+    state_DHPS = jnp.moveaxis(state_DGShP, 2, -1).reshape(len(at_D), *x_NHP.shape[1:], state)
     return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DHPS
 
 
@@ -85,10 +68,9 @@ class ScanChunks(NamedTuple):
     positions_CQ: Array
 
 
-def in_scan_chunks(
-    x_NHP: Array, dt_NH: Array, a_H: Array, b_NGS: Array, c_NGS: Array, segments: Segments, chunk: int
-) -> ScanChunks:
+def in_scan_chunks(inputs: ScanInputs, segments: Segments, chunk: int) -> ScanChunks:
     """Each context chunk is filled up to whole scan chunks."""
+    x_NHP, dt_NH, a_H, b_NGS, c_NGS = inputs
     n, groups = len(x_NHP), b_NGS.shape[1]
     context_chunks = segments.rows * segments.context_chunks
 

@@ -5,7 +5,7 @@ enters it is an affine map, state -> A state + B. The ranks exchange these maps 
 gets the true state that enters each of its chunks. The traffic is 2 * context maps a row; it does not depend
 on the number of tokens.
 
-A mixer brings its kind of map, a NamedTuple of arrays with the methods of StateMap. Mamba2's A is a number a
+A mixer brings its kind of map, a NamedTuple of arrays with the methods of DecayMap. Mamba2's A is a number a
 head (DecayMap), the gated delta rule's a matrix a head (MatrixMap). A is 0 where a document begins in the
 chunk, and the identity where the chunk has no token of the state's.
 
@@ -13,7 +13,7 @@ Legend: R rows, Z context chunks on this rank (2 R). Of a DecayMap: G groups, h 
 P head dim. Of a MatrixMap: K key dim, V value dim.
 """
 
-from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,48 +27,31 @@ GATHER_UP_TO = 8
 """Largest context size whose states are all-gathered; beyond it they travel in log2(context) steps."""
 
 
-M = TypeVar("M", bound="StateMap")
-
-
-@runtime_checkable
-class StateMap(Protocol):
-    """Map that consecutive tokens apply to the state that enters them: state -> A state + added.
-
-    A NamedTuple of arrays, all with the same leading dims.
-    """
-
-    @property
-    def added(self) -> Array:
-        """Image of a zero state; the shape and dtype of a state."""
-        ...
-
-    def on(self, state: Array) -> Array:
-        """The state after these tokens."""
-        ...
-
-    def then(self: M, second: M) -> M:
-        """The map of both: first this one, then the second."""
-        ...
-
-    def where(self: M, exists: Array) -> M:
-        """This map if `exists`, a bool, else the identity; `added` is 0 there already."""
-        ...
-
-
 class DecayMap(NamedTuple):
-    """state -> decay state + added, of Mamba2."""
+    """Mamba2's map, which consecutive tokens apply to the state that enters them: decay state + added.
+
+    added: the image of a zero state, with the shape and dtype of a state.
+    """
 
     decay: Float[Array, "*chunks G h"]
     added: Float[Array, "*chunks G S h P"]
 
     def on(self, state: Array) -> Array:
+        """The state after these tokens."""
         return faded(state, self.decay) + self.added
 
     def then(self, second: "DecayMap") -> "DecayMap":
+        """The map of both: first this one, then the second."""
         return DecayMap(self.decay * second.decay, faded(self.added, second.decay) + second.added)
 
     def where(self, exists: Array) -> "DecayMap":
+        """This map if `exists`, a bool, else the identity; `added` is 0 there already."""
         return self._replace(decay=jnp.where(exists, self.decay, 1))
+
+
+StateMap = Any
+"""A map of a mixer's kind: a NamedTuple of arrays with the same leading dims, `added` among them, and with
+the methods of DecayMap."""
 
 
 class MatrixMap(NamedTuple):
@@ -88,7 +71,7 @@ class MatrixMap(NamedTuple):
         return self._replace(factor=jnp.where(exists, self.factor, identity))
 
 
-def initial_states(total: M, segments: Segments) -> Array:
+def initial_states(total: StateMap, segments: Segments) -> Array:
     """The state that enters each of this rank's context chunks, [Z, ...], shaped as total.added.
 
     total: the map of each of them, leaves [Z, ...]. What enters a chunk is an exclusive prefix of the maps of
@@ -109,12 +92,18 @@ def _prefix_gathered(maps: StateMap, segments: Segments) -> Array:
         x = jax.lax.all_gather(x_R2, segments.axis, axis=0)
         return jnp.concatenate([x[:, :, 0], x[::-1, :, 1]])
 
+    # Written out: a loop of so few small steps would be driven by the host on GPUs.
+    return states_between_chunks(jax.tree.map(everywhere, maps), segments, unroll=True)
+
+
+def states_between_chunks(maps: StateMap, segments: Segments, *, unroll: bool = False) -> Array:
+    """The states before this rank's two chunks, [R, 2, ...], from the maps of all 2 * context chunks in their
+    order, leaves [2 * C, R, ...]. unroll: the steps are written out."""
+
     def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
         return of_chunk.on(state), state
 
-    in_order = jax.tree.map(everywhere, maps)
-    # Written out: a loop of so few small steps would be driven by the host on GPUs.
-    _, before = jax.lax.scan(step, jnp.zeros_like(maps.added[:, 0]), in_order, unroll=True)
+    _, before = jax.lax.scan(step, jnp.zeros_like(maps.added[0]), maps, unroll=unroll)
     first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
     return jnp.stack([before[first], before[second]], axis=1)
 
@@ -143,6 +132,21 @@ def _prefix_in_steps(maps: StateMap, segments: Segments) -> Array:
     all_firsts = jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_last, x, 0), axis), firsts)
     before_second = all_firsts.then(shifted(seconds, 1, 1)).added
     return jnp.stack([shifted(firsts, 0, 1).added, before_second], axis=1)
+
+
+def gathered_chunks(x: Array, dim: int, segments: Segments) -> tuple[Array, tuple[Array, Array]]:
+    """Gathers what all ranks have for their chunks of cut documents, under the layout "whole".
+
+    x: dim `dim` of it is that of a document's two chunks on a rank. Returns x without it, with a first dim of
+    the document's 2 * ranks chunks, in their order; and which of these are this rank's two.
+    """
+    # An all-gather by all_to_all, at the same bytes. Simulated devices run what is in a loop or a conditional
+    # beside what follows it, and take two collectives of one kind among the same ranks for one: FSDP gathers
+    # and scatters weights over these ranks.
+    everywhere = jax.lax.all_to_all(jnp.broadcast_to(x, (segments.context, *x.shape)), segments.axis, 0, 0)
+    first, second = (jnp.take(everywhere, half, axis=1 + dim) for half in (0, 1))
+    rank = jax.lax.axis_index(segments.axis)
+    return jnp.concatenate([first, second[::-1]]), segments.swap.chunks(rank)
 
 
 def faded(state: Array, decay: Array) -> Array:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import AbstractContextManager
 from queue import SimpleQueue
 from typing import Any
 
@@ -46,7 +47,7 @@ EXAMPLE = Group(
 )
 
 
-class Rewarder:
+class Rewarder(AbstractContextManager["Rewarder"]):
     """The reward functions of a run, in `workers` processes.
 
     seconds: the limit of one function for one group. folders: where users' modules are looked for, after
@@ -105,9 +106,6 @@ class Rewarder:
         """Kills the processes. Unfinished futures raise, and so does submit from then on."""
         self._end()
         self._threads.shutdown()
-
-    def __enter__(self) -> "Rewarder":
-        return self
 
     def __exit__(self, *error: object) -> None:
         self.close()

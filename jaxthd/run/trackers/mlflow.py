@@ -9,8 +9,7 @@ from contextlib import suppress
 from itertools import dropwhile
 from typing import Any
 
-from jaxthd.run.trackers.sent import Sent
-from jaxthd.run.trackers.tracker import Line, TrackedRun, scalars
+from jaxthd.run.trackers.tracker import Line, Sent, TrackedRun, scalars
 from jaxthd.terminal.leaving import may_hang
 
 EXPERIMENT = "jaxthd"

@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from jaxthd.inference.scheduler import Page, Running, Scheduler
 from jaxthd.packing.fit import BufferLimits, Fit
-from jaxthd.rl.places import PAGES
-from jaxthd.rl.scheduler import Page, Running, Scheduler
+
+PAGES = 4
 
 
 @pytest.mark.parametrize(
@@ -20,7 +21,7 @@ def test_every_answer_has_one_place_and_its_page_stays_until_it_ends(
         Fit(int(slots), 1, (8 * int(frames),), "", "") for slots, frames in rng.integers(1, 40, (prompts, 2))
     ]
     limits = BufferLimits(64, 400, max(places // group_size, 1))
-    scheduler = Scheduler(fits, limits, ranks=ranks, places=places, group_size=group_size)
+    scheduler = Scheduler(fits, limits, ranks=ranks, places=places, group_size=group_size, pages=PAGES)
     pages: list[list[list[int]]] = [[[] for _ in range(PAGES)] for _ in range(ranks)]
     ended: set[tuple[int, int]] = set()
     refills = 0
@@ -52,15 +53,15 @@ def test_every_answer_has_one_place_and_its_page_stays_until_it_ends(
 
 def test_few_prompts_are_spread_over_the_data_ranks() -> None:
     fits = [Fit(10, 1, (), "", "")] * 5
-    scheduler = Scheduler(fits, BufferLimits(100, 0, 4), ranks=2, places=8, group_size=2)
+    scheduler = Scheduler(fits, BufferLimits(100, 0, 4), ranks=2, places=8, group_size=2, pages=PAGES)
     assert [page.prompts for page in scheduler.admit() or []] == [[0, 2, 4], [1, 3]]
     assert scheduler.admit() is None
-    assert not list(Scheduler([], BufferLimits(100, 0, 4), ranks=2, places=8, group_size=2))
+    assert not list(Scheduler([], BufferLimits(100, 0, 4), ranks=2, places=8, group_size=2, pages=PAGES))
 
 
 def test_new_prompts_wait_until_there_is_room_for_many() -> None:
     fits = [Fit(10, 1, (), "", "")] * 20
-    scheduler = Scheduler(fits, BufferLimits(100, 0, 4), ranks=1, places=8, group_size=2)
+    scheduler = Scheduler(fits, BufferLimits(100, 0, 4), ranks=1, places=8, group_size=2, pages=PAGES)
     assert scheduler.admit() == [
         Page(0, [0, 1, 2, 3], {place: Running(place // 2, place % 2, 0) for place in range(8)})
     ]

@@ -1,4 +1,4 @@
-"""Places for answers, which take the next prompts as answers end: the programs of rollouts, and their state.
+"""Places for answers, which take the next prompts as answers end: the programs of drawing, and their state.
 
 A prompt and all answers to it are held apart. Packed prompts lie in pages: the keys and values of a page's
 token slots, for every layer that keeps any. An answer has a place: its own keys and values, the scan's state,
@@ -32,15 +32,11 @@ from jaxthd.packing.prompts import DOCUMENTS_BLOCK, PromptEnds
 from jaxthd.parallel.mesh import AXES, CONTEXT, DATA, TOKEN_AXES, batch_specs, on_ranks
 from jaxthd.steps.blueprint import Blueprint, Tree
 
-PAGES = 4
-"""Pages of prompts. Few places with long answers then keep no others waiting; half of the pages would do if
-all answers were equally long."""
-
 
 class Admitted(NamedTuple):
     """Prompts that take places. The first dim is one of data ranks: 1 on a rank.
 
-    ends: the prompts' ends in the page's rows. page: the page that they take; PAGES for none.
+    ends: the prompts' ends in the page's rows. page: the page that they take; the number of pages for none.
     prompts: for each place the prompt that it takes, row * D + its number in the row; -1 if it keeps its own.
     keys: 64 random bits for each of these places.
     """
@@ -74,7 +70,7 @@ class InPlaces(NamedTuple):
     drawn: Drawn
 
 
-class RolloutSteps(NamedTuple):
+class DrawingSteps(NamedTuple):
     """empty: (params, buffers, batch, admitted, sampling) -> places without answers; only the arguments'
         shapes count.
     prefill: (params, buffers, places, batch, admitted, sampling) -> places.
@@ -93,9 +89,9 @@ def admitted_specs() -> Admitted:
     return Admitted(PromptEnds(rows, rows), rows, places, places)
 
 
-def make_rollout_steps(
-    blueprint: Blueprint, mesh: Mesh, *, stop_ids: tuple[int, ...], new_tokens: int
-) -> RolloutSteps:
+def make_drawing_steps(
+    blueprint: Blueprint, mesh: Mesh, *, stop_ids: tuple[int, ...], new_tokens: int, pages: int
+) -> DrawingSteps:
     """The programs, jitted, with stored batch statistics. The old places' memory is reused.
 
     stop_ids: tokens that end an answer; the first one is padding. new_tokens: most tokens of an answer.
@@ -115,7 +111,7 @@ def make_rollout_steps(
         def first(keys_n2: Array) -> Places:
             return begun(model, batch, admitted._replace(keys=keys_n2), sampling)
 
-        return _held(_without_answers(jax.eval_shape(first, admitted.keys)))
+        return _held(_without_answers(jax.eval_shape(first, admitted.keys), pages))
 
     def prefill(
         params: Tree, buffers: Tree, places: Tree, batch: Batch, admitted: Admitted, sampling: Sampling
@@ -140,7 +136,7 @@ def make_rollout_steps(
     # All processes read all answers.
     after_decoding = on_mesh, NamedSharding(mesh, everywhere)
     reusing: Any = {"donate_argnums": 2}
-    return RolloutSteps(
+    return DrawingSteps(
         compiled(empty, admission, held, out_shardings=on_mesh),
         compiled(prefill, (held, *admission), held, **reusing, out_shardings=on_mesh),
         compiled(
@@ -158,12 +154,12 @@ def picks(model: SpeechLM, keys_n2: Array, sampling: Sampling) -> Pick:
     return pick
 
 
-def _without_answers(begun: Places) -> Places:
+def _without_answers(begun: Places, pages: int) -> Places:
     """Places without answers, in the shapes of places with one page."""
     like = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), begun)
 
     def of_pages(x: Array) -> Array:
-        return jnp.zeros((*x.shape[:2], PAGES * x.shape[2], *x.shape[3:]), x.dtype)
+        return jnp.zeros((*x.shape[:2], pages * x.shape[2], *x.shape[3:]), x.dtype)
 
     decoding = like.decoding._replace(fixed=jax.tree.map(of_pages, like.decoding.fixed))
     return like._replace(decoding=decoding)

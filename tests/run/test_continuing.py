@@ -8,7 +8,7 @@ import pytest
 
 from jaxthd.config import Config, TrainConfig
 from jaxthd.errors import UserError
-from jaxthd.run.before import run_before
+from jaxthd.run.continuing import run_before
 from jaxthd.terminal.arguments import CommandLine
 
 

@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from jaxthd.packing.fit import BufferLimits, Fit
-from jaxthd.rl.places import PAGES
 
 LEAST_REFILL = 0.5
 """While answers are decoded, new prompts wait until their answers fill this share of all places, or until one
@@ -23,7 +22,7 @@ class Running(NamedTuple):
 class Page(NamedTuple):
     """Prompts that take a page of a data rank, and the places that their answers take.
 
-    page: PAGES where there are none.
+    page: the number of pages where there are none.
     """
 
     page: int
@@ -34,13 +33,20 @@ class Page(NamedTuple):
 class Scheduler:
     """The places of all data ranks. Whole groups are admitted, in the order of the prompts.
 
-    fits: of the prompts; each fits a page. limits: of a page.
+    fits: of the prompts; each fits a page. limits: of a page. pages: of each rank.
     """
 
     def __init__(
-        self, fits: Sequence[Fit], limits: BufferLimits, *, ranks: int, places: int, group_size: int
+        self,
+        fits: Sequence[Fit],
+        limits: BufferLimits,
+        *,
+        ranks: int,
+        places: int,
+        group_size: int,
+        pages: int,
     ) -> None:
-        self._fits, self._limits, self._group_size = fits, limits, group_size
+        self._fits, self._limits, self._group_size, self._pages = fits, limits, group_size, pages
         self._waiting = deque(range(len(fits)))
         self._held: list[dict[int, Running]] = [{} for _ in range(ranks)]
         self._places = places
@@ -78,7 +84,7 @@ class Scheduler:
 
     def nothing(self) -> list[Page]:
         """A page without prompts for each data rank."""
-        return [Page(PAGES, [], {}) for _ in self._held]
+        return [Page(self._pages, [], {}) for _ in self._held]
 
     def _next_prompts(self) -> tuple[list[list[int]], bool]:
         """(the prompts that each data rank can take, whether one has no room for the next in a page).
@@ -86,7 +92,7 @@ class Scheduler:
         The ranks take turns, so that the last prompts are spread over them.
         """
         chosen: list[list[int]] = [[] for _ in self._held]
-        takers = [rank for rank in range(len(chosen)) if self._free_page(rank) < PAGES]
+        takers = [rank for rank in range(len(chosen)) if self._free_page(rank) < self._pages]
         waiting, is_full = iter(self._waiting), False
         prompt = next(waiting, None)
         while takers and prompt is not None:
@@ -112,12 +118,12 @@ class Scheduler:
         )
 
     def _free_page(self, rank: int) -> int:
-        """The first page in which no place has its prompt; PAGES if there is none."""
+        """The first page in which no place has its prompt; the number of pages if there is none."""
         used = {answer.page for answer in self._held[rank].values()}
-        return next((page for page in range(PAGES) if page not in used), PAGES)
+        return next((page for page in range(self._pages) if page not in used), self._pages)
 
     def _page(self, rank: int, prompts: list[int]) -> Page:
-        page = self._free_page(rank) if prompts else PAGES
+        page = self._free_page(rank) if prompts else self._pages
         free = (place for place in range(self._places) if place not in self._held[rank])
         answers = [Running(prompt, sample, page) for prompt in prompts for sample in range(self._group_size)]
         places = dict(zip(free, answers, strict=False))
