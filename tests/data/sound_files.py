@@ -1,4 +1,4 @@
-"""Sound files in every format that is read, whole and damaged, and their samples in one decode."""
+"""Sound files in every format that libsndfile writes, whole and damaged, and their samples in one decode."""
 
 import io
 import struct
@@ -7,10 +7,14 @@ from pathlib import Path
 import numpy as np
 import soundfile
 
-from jaxthd.data.audio import decoder
-
-FORMATS = [(kind, subtype) for kind in decoder.FORMATS for subtype in soundfile.available_subtypes(kind)]
-"""Pairs of a format that is read, and a subtype of it."""
+HEADERLESS = ("RAW", "SD2")
+"""RAW has no header; SD2 keeps it in another file."""
+FORMATS = [
+    (kind, subtype)
+    for kind in soundfile.available_formats()
+    if kind not in HEADERLESS
+    for subtype in soundfile.available_subtypes(kind)
+]
 
 
 class _OneDecode(soundfile.SoundFile):

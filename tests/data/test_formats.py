@@ -10,12 +10,12 @@ import pytest
 import soundfile
 import soxr
 
-from jaxthd.data.audio import decoder
 from jaxthd.data.audio.recordings import AudioError, from_samples, load_audio, recording_length
 from jaxthd.data.example import Clip, Member, Samples
 from jaxthd.planning.lengths import clip_samples
 from tests.data.sound_files import (
     FORMATS,
+    HEADERLESS,
     encoded,
     id3,
     mp3_frames,
@@ -67,14 +67,10 @@ def test_many_ranges_of_any_format_at_any_rate(tmp_path, kind, subtype):
             check_ranges(tmp_path / "a", offsets=8)
 
 
-def test_other_formats_of_libsndfile_are_refused(tmp_path):
-    for name in ("a.raw", "a.sd2"):  # without a header, and with one in another file
-        (tmp_path / name).write_bytes(bytes(32_000))
-        assert_refused(tmp_path / name, "libsndfile cannot read it")
-    others = soundfile.available_formats().keys() - decoder.FORMATS - {"RAW", "SD2"}
-    for kind in sorted(others):
-        (tmp_path / "a").write_bytes(encoded(WAVE, 8_000, kind) or encoded(WAVE, 8_000, kind, "ALAW") or b"")
-        assert_refused(tmp_path / "a", f"it is of format {kind} and not one of WAV, .*: convert it")
+def test_a_format_without_a_header_is_refused(tmp_path):
+    for kind in HEADERLESS:
+        (tmp_path / f"a.{kind.lower()}").write_bytes(bytes(32_000))
+        assert_refused(tmp_path / f"a.{kind.lower()}", "libsndfile cannot read it")
 
 
 def in_tar(path: Path) -> tuple[Path, Member]:
@@ -196,23 +192,26 @@ CUT = [
     ("WAV", "PCM_16"), ("WAV", "GSM610"), ("WAV", "IMA_ADPCM"), ("WAVEX", "PCM_24"), ("RF64", "PCM_16"),
     ("AIFF", "PCM_16"), ("AIFF", "GSM610"), ("AU", "PCM_16"), ("CAF", "PCM_16"), ("W64", "PCM_16"),
     ("W64", "GSM610"), ("NIST", "PCM_16"), ("MP3", None), ("OGG", "VORBIS"), ("OGG", "OPUS"),
+    ("AVR", "PCM_16"), ("MAT4", "PCM_16"), ("MAT5", "PCM_16"), ("MPC2K", "PCM_16"), ("SDS", "PCM_16"),
+    ("SVX", "PCM_16"), ("VOC", "PCM_16"), ("WVE", "ALAW"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(("kind", "subtype"), CUT)
 def test_a_file_cut_short_is_refused_but_by_the_ranges_that_are_there(tmp_path, kind, subtype):
     wave = speech(12, 16_000) if kind == "OGG" else WAVE  # of several pages
-    data = encoded(wave, 16_000, kind, subtype) or b""
+    rate = 8_000 if kind == "WVE" else 16_000
+    data = encoded(wave, rate, kind, subtype) or b""
     (tmp_path / "a").write_bytes(data)
     whole = load_audio(tmp_path / "a")
     (tmp_path / "a").write_bytes(data[: len(data) // 2])
     assert_refused(tmp_path / "a", "cut short: ")
     path, member = in_tar(tmp_path / "a")
     assert_refused(path, "cut short: ", member)
-    part = whole[3200:11_200]
+    part = whole[round(0.2 * rate) :][: rate // 2]
     np.testing.assert_allclose(load_audio(tmp_path / "a", 0.2, 0.5), part, atol=1e-6)
     with pytest.raises(AudioError, match=r"past the end|the manifest says 3\.0 s"):
-        load_audio(tmp_path / "a", 0.4 * len(wave) / 16_000, 3.0)
+        load_audio(tmp_path / "a", 0.4 * len(wave) / rate, 3.0)
 
 
 def test_apple_lossless_that_is_cut_short_is_refused(tmp_path):
@@ -226,7 +225,7 @@ def test_apple_lossless_that_is_cut_short_is_refused(tmp_path):
 @pytest.mark.parametrize("name", ["a.au", "a.snd"])
 def test_a_file_that_is_au_by_its_name_alone_is_refused(tmp_path, name):
     (tmp_path / name).write_bytes(b"<html>404</html>" * 1000)
-    assert_refused(tmp_path / name, "it is of format RAW, without a header, and not one of")
+    assert_refused(tmp_path / name, "it has no header of AU")
 
 
 @pytest.mark.parametrize("stated", [0, 48_000, 96_000])

@@ -45,24 +45,24 @@ class Augmentation:
         """
         config = self.config
 
-        def drawn(kind: str, probability: float) -> np.random.Generator | None:
+        def drawn(kind: str) -> np.random.Generator | None:
             rng = document_rng(seed, epoch, f"{key}/{kind}")
-            return rng if rng.random() < probability else None
+            return rng if rng.random() < config.probabilities[kind] else None
 
         if changes_speed:
             faster = change_speed(samples, drawn_speed(config, seed, epoch, key))
             if len(faster) >= MIN_SAMPLES:
                 samples = faster
-        if self.rooms and (rng := drawn("room", config.room_probability)):
+        if self.rooms and (rng := drawn("room")):
             room = self.rooms[int(rng.integers(len(self.rooms)))]
             if (response := _read(room)) is not None:
                 samples = reverberate(samples, response)
-        if self.noises and (rng := drawn("noise", config.noise_probability)):
+        if self.noises and (rng := drawn("noise")):
             noise = self.noises[int(rng.integers(len(self.noises)))]
             decibels = float(rng.uniform(*config.noise_snr))
             if (excerpt := _excerpt(noise, len(samples), rng)) is not None:
                 samples = add_noise(samples, excerpt, decibels)
-        if rng := drawn("low_pass", config.low_pass_probability):
+        if rng := drawn("low_pass"):
             samples = low_pass(samples, float(rng.uniform(*config.low_pass_hz)))
         return samples
 

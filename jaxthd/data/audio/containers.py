@@ -175,11 +175,11 @@ def mended(view: View) -> View:
     return view.with_patch(found.size_at, struct.pack(found.size_form, min(size, limit)))
 
 
-def fault_of(view: View, kind: str, frames: int, rate: int) -> str | None:
+def fault_of(view: View, kind: str, log: str, frames: int, rate: int) -> str | None:
     """Says why a file may not be read to its end as if that were all of it; None where nothing shows.
 
-    kind: libsndfile's name of its format. frames: as many as decode, or as libsndfile says. The message has
-    the form "cut short: its header says 3.0 s, 1.8 s are there".
+    kind: libsndfile's name of its format. log: what libsndfile said of its header. frames: as many as decode,
+    or as libsndfile says. The message has the form "cut short: its header says 3.0 s, 1.8 s are there".
     """
     if kind == "OGG":
         return _fault_of_ogg(view)
@@ -187,6 +187,8 @@ def fault_of(view: View, kind: str, frames: int, rate: int) -> str | None:
         view.seek(0)
         count = re.search(rb"sample_count -i (\d+)", view.read(1024))
         return compare_frames(int(count[1]), frames, rate) if count and int(count[1]) > frames else None
+    if kind in _COUNTED_IN_LOG:
+        return _fault_in_log(kind, log, frames, rate)
     found = sample_data(view)
     if not found or found.stated is None:
         return None
@@ -198,6 +200,38 @@ def fault_of(view: View, kind: str, frames: int, rate: int) -> str | None:
         there = round(frames * found.size / max(found.stated, 1)) if found.stated else frames
         return compare_frames(frames, there, rate)
     return None
+
+
+_COUNTED_IN_LOG = {
+    "AVR": r"Frames +: (\d+)",
+    "MPC2K": r"Frames +: (\d+)",
+    "MAT4": r"Cols +: (\d+)",
+    "MAT5": r"Cols +: (\d+)",
+    "SVX": r"BODY : (\d+) \(should be (\d+)\)",
+    "WVE": r"Data length (\d+) should be (\d+)",
+    "VOC": r"(truncated)",
+}
+"""Patterns of the length in libsndfile's log, for formats whose header is not read here: frames, or the
+stated size and the one that is there. The last match counts."""
+
+
+def _fault_in_log(kind: str, log: str, frames: int, rate: int) -> str | None:
+    """Returns what fault_of does, by libsndfile's log."""
+    found = re.findall(_COUNTED_IN_LOG[kind], log)
+    if not found:
+        return None
+    if kind == "VOC":
+        return "cut short: libsndfile finds it truncated; copy the file anew"
+    if kind in ("SVX", "WVE"):
+        stated, there = map(int, found[-1])
+        return compare_frames(round(frames * stated / max(there, 1)), frames, rate)
+    return compare_frames(int(found[-1]), frames, rate)
+
+
+def sds_frames(log: str) -> int:
+    """Frames of a MIDI Sample Dump that are there, by libsndfile's log: it reads silence for the others."""
+    found = re.search(r"Frames +: (\d+)", log)
+    return int(found[1]) if found else 0
 
 
 def _is_alac(view: View) -> bool:

@@ -16,14 +16,12 @@ from jaxthd.data.audio.containers import (
     fault_of,
     further_stream,
     mended,
+    sds_frames,
 )
 from jaxthd.data.audio.flac import flac_frames, flac_stated
 from jaxthd.data.audio.mpeg import BLOCK, count_frames, ends_where_stated, first_frame, preroll
 from jaxthd.data.example import Cell, Member
 
-FORMATS = ("WAV", "WAVEX", "RF64", "W64", "FLAC", "OGG", "MP3", "AIFF", "AU", "CAF", "NIST")
-"""Formats that are read, by libsndfile's names: headers of the others it reads do not tell a file that is cut
-short, or in ways of their own each, and no set of speech has them."""
 UNKNOWN = 1 << 62
 """Frames from which on libsndfile means an unknown number (FLAC as streams are written)."""
 LONGEST_PAGE = 255 * 4096
@@ -32,7 +30,7 @@ OPUS_PREROLL = 2.0
 """Seconds of Opus to decode before a position. RFC 7845 recommends at least 0.08; after 0.2 no difference was
 left in 960 positions, without any there was one of 1e-3."""
 DECODED = 1_000_000
-"""Samples decoded at a time."""
+"""Samples decoded at a time. PAF of 24 bits has groups of ten: other blocks end in two samples more."""
 
 
 class Decoder(soundfile.SoundFile):
@@ -47,7 +45,7 @@ class Decoder(soundfile.SoundFile):
 
 
 class Recording(NamedTuple):
-    """An open sound file. length: frames; None if only decoding tells. fault: of an MP3 file's header."""
+    """An open sound file. length: frames; None if only decoding tells. fault: why its header misleads."""
 
     file: Decoder
     view: View
@@ -104,7 +102,7 @@ class Recording(NamedTuple):
         if kind == "FLAC":
             there = flac_frames(view)
             return None if there is None else compare_frames(flac_stated(view), there, rate)
-        return fault_of(view, kind, frames, rate)
+        return fault_of(view, kind, self.file.extra_info, frames, rate)
 
     def _stops(self, frames: int) -> str | None:
         """Compares `frames`, where mpg123 ended, with the file's: it gives up after 1 KB of no frames."""
@@ -146,12 +144,13 @@ def _opened(view: View, source: View | Path, until: float, every_byte: bool) -> 
         whole = mended(headers)
         views.append(whole)
         with Decoder(source if whole is headers else whole) as file:
-            if file.format not in FORMATS:
-                # Any bytes are RAW where the name ends in .au or .snd.
-                without = ", without a header," if file.format == "RAW" else ""
-                raise soundfile.SoundFileError(
-                    f"it is of format {file.format}{without} and not one of {', '.join(FORMATS)}: convert it"
-                )
+            if (file.format, file.subtype) == ("RAW", "ULAW"):
+                # libsndfile takes any bytes for sound where the name ends so.
+                raise soundfile.SoundFileError("its name ends in .au or .snd, and it has no header of AU")
+            if file.format == "SDS":
+                there = min(sds_frames(file.extra_info), file.frames)
+                yield Recording(file, headers, there, compare_frames(file.frames, there, file.samplerate))
+                return
             if file.format != "MP3":
                 yield Recording(file, headers, file.frames if file.frames < UNKNOWN else None, None)
                 return
@@ -191,11 +190,11 @@ def _mp3(view: View, until: float, every_byte: bool) -> tuple[View | None, str |
 def _restart(file: Decoder, start: int, length: int | None) -> int:
     """The frame to seek to so that what is decoded from there on is exact from `start` on; 0: the beginning.
 
-    Tried with each subtype that libsndfile writes. Subtypes that are not named here cannot be
+    Tried with each format and subtype that libsndfile writes. Subtypes that are not named here cannot be
     sought (GSM 6.10, G.721, G.723, NMS ADPCM, DPCM, DWVW) or were off at a file's end (ALAC of 20 bits).
     """
-    subtype = file.subtype
-    if file.format == "MP3":
+    kind, subtype = file.format, file.subtype
+    if kind == "MP3":
         return start - preroll(file.samplerate, file.channels)
     if length is None or start >= length:
         return 0
@@ -203,6 +202,8 @@ def _restart(file: Decoder, start: int, length: int | None) -> int:
         return min(start, length - LONGEST_PAGE)
     if subtype == "OPUS":
         return min(start, length - LONGEST_PAGE) - round(OPUS_PREROLL * file.samplerate)
+    if kind == "SDS" or (kind, subtype) == ("PAF", "PCM_24"):  # blocks, of which the last cannot be sought
+        return 0
     exact = subtype.startswith("PCM_") or subtype in (
         "FLOAT",
         "DOUBLE",

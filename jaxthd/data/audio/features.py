@@ -118,16 +118,17 @@ def spec_augment(
 ) -> list[Float32[np.ndarray, "_ M"]]:
     """Masks bands and time spans of one recording: sets them to 0, the mean after normalisation.
 
-    chunks: the recording's encoder chunks; returned masked. A mask of 0 to freq_width bands is drawn
-    freq_masks times; one of 0 to the share time_width of all frames (or 1 frame if that is less) is drawn
-    time_masks times. Time masks may cross chunks. Widths and positions are uniform.
+    chunks: the recording's encoder chunks; returned masked. A mask over bands has 0 to as many as
+    data.spec_augment.freq says; one over time 0 to the share of all frames that data.spec_augment.time says
+    (or 1 frame if that is less). Time masks may cross chunks. Widths and positions are uniform.
     Source: Park et al., SpecAugment (2019); spans that grow with the recording: Park et al. (2020).
     """
     masked_FM = np.concatenate(chunks)
     frames, bands = masked_FM.shape
+    (of_bands, widest), (of_frames, share) = masks.freq, masks.time
     for dim, length, most, count in (
-        (1, bands, min(masks.freq_width, bands), masks.freq_masks),
-        (0, frames, max(1, int(masks.time_width * frames)), masks.time_masks),
+        (1, bands, min(widest, bands), of_bands),
+        (0, frames, max(1, int(share * frames)), of_frames),
     ):
         for _ in range(count):
             width = int(rng.integers(most, endpoint=True))
