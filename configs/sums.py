@@ -42,7 +42,6 @@ def config() -> Config:
             answers_at_once=128,
             # The longest answer is two digits and the end.
             max_new_tokens=6,
-            tokens_at_once=4,
             rewards=("equals",),
             reward_options=("equals.field=answer",),
             validation_prompts=500,

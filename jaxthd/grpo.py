@@ -47,7 +47,7 @@ def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
     """Runs, or continues, the training in `workdir` on drawn answers; see run_training.
 
     Raises UserError as that does, for reward functions that cannot be used or fail too often, and where
-    drawing and training disagree (rollout.max_logprob_difference).
+    drawing and training disagree by more than the compute dtype explains.
     """
     require_objective(config, draws=True)
     run_training(config, workdir, AnswerSupplier, changes)

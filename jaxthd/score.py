@@ -150,7 +150,7 @@ def score_manifest(
 
     skipped: JSONL file that lists the skipped documents, with the reasons.
     """
-    own: dict[str, Any] = {"manifest": (manifest,), "tarred_audio": (), "weights": ()}
+    own: dict[str, Any] = {"manifest": (manifest,), "weights": ()}
     config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}", **own))
     config = _for_scoring(prepared(config), weights)
     mesh = make_mesh(config.mesh)

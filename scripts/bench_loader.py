@@ -33,12 +33,10 @@ from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
 from jaxthd.data.loader import BatchReport, Loader
 from jaxthd.files.config_file import load_config
+from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.run.startup import simulate_devices
-from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import init_state
-from jaxthd.steps.training import make_train_step
-from scripts.benchmark import Claim, benchmark, conclude, resident_bytes, show
+from scripts.benchmark import Claim, Step, benchmark, conclude, resident_bytes, show
 
 WARM_UP = 16
 """Batches before any measurement of time or memory."""
@@ -48,24 +46,14 @@ LEAST_BATCHES = 5
 """Batches that the loader makes in the time of a step, at least."""
 
 
-class Step:
-    """The run's training step, on batches that are already on the mesh."""
-
-    def __init__(self, config: Config, loader: Loader) -> None:
-        mesh = make_mesh(config.mesh)
-        self._step = make_train_step(Blueprint(config), mesh)
-        self._state = init_state(Blueprint(config), mesh)
-        self._batches = [put_batch(batch, mesh) for batch, _ in islice(loader, STEPS)]
-        self.seconds()
-
-    def seconds(self) -> list[float]:
-        """Seconds of each of STEPS steps."""
-        found = []
-        for batch in self._batches:
-            start = time.perf_counter()
-            self._state, _ = jax.block_until_ready(self._step(self._state, batch))
-            found.append(time.perf_counter() - start)
-        return found
+def timed_steps(step: Step, batches: list[Batch]) -> list[float]:
+    """Seconds of a step on each of the batches, which are already on the mesh."""
+    found = []
+    for batch in batches:
+        start = time.perf_counter()
+        jax.block_until_ready(step(batch))
+        found.append(time.perf_counter() - start)
+    return found
 
 
 def opened(config: Config, workers: int, stack: ExitStack) -> Loader:
@@ -117,19 +105,21 @@ def main(argv: list[str] | None = None) -> None:
     counts = sorted({0, 1, 2, config.data.workers})
     with ExitStack() as stack:
         loaders = {workers: opened(config, workers, stack) for workers in counts}
-        step = Step(config, loaders[0])
-        steps: list[float] = []
+        mesh, steps = make_mesh(config.mesh), list[float]()
+        batches = [put_batch(batch, mesh) for batch, _ in islice(loaders[0], STEPS)]
+        step = Step(config, batches[0])
+        timed_steps(step, batches)
         made: dict[int, list[tuple[float, BatchReport]]] = {workers: [] for workers in counts}
         for _ in range(options.rounds):
-            steps += step.seconds()
+            steps += timed_steps(step, batches)
             for workers, loader in loaders.items():
                 made[workers] += timed(loader, options.batches)
     step_seconds, rows, ratios = statistics.mean(steps), [], {}
-    for workers, batches in made.items():
-        seconds = [each for each, _ in batches]
+    for workers, each_batch in made.items():
+        seconds = [each for each, _ in each_batch]
         total = sum(seconds)
         tokens, documents = (
-            sum(getattr(r, name) for _, r in batches) / total for name in ("real_tokens", "documents")
+            sum(getattr(r, name) for _, r in each_batch) / total for name in ("real_tokens", "documents")
         )
         ratios[workers] = step_seconds * len(seconds) / total
         times = f"{total / len(seconds):.4f}", f"{statistics.median(seconds):.4f}"

@@ -30,7 +30,7 @@ from jaxthd.files.config_file import load_config
 from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh
-from jaxthd.rl.rollouts import Rollouts
+from jaxthd.rl.rollouts import TOKENS_AT_ONCE, Rollouts
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, init_state
@@ -70,7 +70,6 @@ def sized(config: Config, options: argparse.Namespace) -> Config:
     rollout = RolloutConfig(
         group_size=options.group_size,
         answers_at_once=options.at_once,
-        tokens_at_once=options.every,
         max_new_tokens=options.new_tokens,
     )
     return replace(config, data=data, rollout=rollout)
@@ -121,7 +120,7 @@ class Sides:
     def one_by_one(self) -> Work:
         size = self.options.group_size
         asked = [replace(e, key=f"{e.key}/{sample}") for e in self.examples for sample in range(size)]
-        answers = self.generator.generate(asked, temperature=1.0, every=self.options.every)
+        answers = self.generator.generate(asked, temperature=1.0, every=TOKENS_AT_ONCE)
         # The token that ends an answer was drawn too.
         tokens = sum(len(answer.tokens) + (answer.end == "stop") for answer in answers)
         return Work(tokens, size * sum(map(len, self.prompts())))
@@ -134,7 +133,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--at-once", type=int, default=64, help="answers decoded together")
     parser.add_argument("--new-tokens", type=int, default=64)
-    parser.add_argument("--every", type=int, default=8, help="tokens decoded before the host reads them")
     options = parser.parse_args(argv)
     config = sized(load_config(options.config), options)
     simulate_devices(config.mesh.devices)

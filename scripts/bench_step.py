@@ -11,12 +11,10 @@ not compared here.
 
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,10 +26,7 @@ from jaxthd.files.config_file import load_config
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, make_mesh, put_batch
 from jaxthd.run.startup import keep_freed_memory, prepared, simulate_devices
-from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import init_state
-from jaxthd.steps.training import make_train_step
-from scripts.benchmark import benchmark, by_turns, changed, show, size_text
+from scripts.benchmark import Step, benchmark, by_turns, changed, show, size_text
 
 
 def first_batch(config: Config, folder: str) -> Batch:
@@ -41,24 +36,6 @@ def first_batch(config: Config, folder: str) -> Batch:
         closing(data.training(local_rows(mesh, config.data.rows))) as loader,
     ):
         return put_batch(next(loader)[0], mesh)
-
-
-class Step:
-    """A compiled training step that is called again and again on one batch.
-
-    compile_seconds: of tracing and compiling. program: jax's compiled program."""
-
-    def __init__(self, config: Config, batch: Batch) -> None:
-        mesh, blueprint = make_mesh(config.mesh), Blueprint(config)
-        self._state, self._batch = init_state(blueprint, mesh), batch
-        start = time.perf_counter()
-        step: Any = make_train_step(blueprint, mesh)
-        self.program = step.lower(self._state, batch).compile()
-        self.compile_seconds = time.perf_counter() - start
-
-    def __call__(self) -> Any:
-        self._state, metrics = self.program(self._state, self._batch)[:2]
-        return self._state, metrics
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -21,7 +21,18 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jaxthd.config import Config
 from jaxthd.terminal.tables import size_text, table
 
-__all__ = ["Claim", "benchmark", "by_turns", "changed", "conclude", "memory", "show", "size_text", "table"]
+__all__ = [
+    "Claim",
+    "Step",
+    "benchmark",
+    "by_turns",
+    "changed",
+    "conclude",
+    "memory",
+    "show",
+    "size_text",
+    "table",
+]
 
 Call = Callable[[], Any]
 
@@ -47,11 +58,13 @@ def conclude(claims: Sequence[Claim], *, check: bool) -> None:
         sys.exit(1)
 
 
-def benchmark(doc: str | None, *, manifest: bool = False, rounds: int = 0) -> argparse.ArgumentParser:
-    """The parser of a benchmark with --check. manifest: with --manifest. rounds: the default of --rounds, 0
-    for none."""
+def benchmark(
+    doc: str | None, *, check: bool = True, manifest: bool = False, rounds: int = 0
+) -> argparse.ArgumentParser:
+    """The parser of a script. check, manifest: with that option. rounds: the default of --rounds; 0: none."""
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
+    if check:
+        parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
     if manifest:
         parser.add_argument(
             "--manifest", type=_path, default="synthetic", help="recordings; else the synthetic speech"
@@ -121,6 +134,33 @@ def with_value(settings: Any, path: list[str], value: Any) -> Any:
     name, *rest = path
     inner = with_value(getattr(settings, name), rest, value) if rest else value
     return replace(settings, **{name: inner})
+
+
+class Step:
+    """A compiled training step, whose calls train one state.
+
+    compile_seconds: of tracing and compiling. program: jax's compiled program.
+    """
+
+    def __init__(self, config: Config, batch: Any) -> None:
+        # Benchmarks of kernels run where few of jaxthd's dependencies are installed.
+        from jaxthd.parallel.mesh import make_mesh
+        from jaxthd.steps.blueprint import Blueprint
+        from jaxthd.steps.state import init_state
+        from jaxthd.steps.training import make_train_step
+
+        mesh, blueprint = make_mesh(config.mesh), Blueprint(config)
+        self._state, self._batch = init_state(blueprint, mesh), batch
+        start = time.perf_counter()
+        step: Any = make_train_step(blueprint, mesh)
+        self.program = step.lower(self._state, batch).compile()
+        self.compile_seconds = time.perf_counter() - start
+
+    def __call__(self, batch: Any = None) -> Any:
+        """(the new state, the metrics) of a step on a batch; without one, on that of the compilation."""
+        batch = self._batch if batch is None else batch
+        self._state, metrics = self.program(self._state, batch)
+        return self._state, metrics
 
 
 def memory(program: Any) -> int:

@@ -18,7 +18,6 @@ in several scripts, spaces at their ends, thoughts, and recordings. Exits 1 unle
 A conversation that the template refuses for the library too counts as equal, and is shown.
 """
 
-import argparse
 import json
 import random
 import shutil
@@ -34,7 +33,7 @@ from jaxthd.data.example import Clip, Turn
 from jaxthd.data.text.chat_template import ChatTemplate
 from jaxthd.data.text.tokenizer import FileTokenizer, load_tokenizer
 from jaxthd.errors import UserError
-from scripts.benchmark import Claim, conclude, table
+from scripts.benchmark import Claim, benchmark, conclude, table
 
 ROOT = Path(__file__).parents[1]
 CHAT = ROOT / "tests" / "references" / "chat"
@@ -126,9 +125,7 @@ def compare(case: Case, want: dict[str, Any], template: ChatTemplate, tokenizer:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark(__doc__, check=False)
     parser.add_argument("folders", nargs="*", type=Path, help="published checkpoints")
     parser.add_argument("--python-reference", default=sys.executable, help="has transformers")
     parser.add_argument("--seed", type=int, default=1, help="of the conversations")

@@ -12,17 +12,15 @@ Each section runs in its own process, so one that fails or hangs does not affect
     step         a training step of a 1B hybrid with packed audio: tokens/s, memory, share of the bf16 rate;
                  with XLA's loops and with the kernels; with and without command buffers
     packing      the same documents packed and padded, one in a row
-    scan         bench_kernels.py scan: the scan kernel, XLA's, and mamba_ssm's where it can be imported
-    attention    bench_kernels.py attention: packed attention of recordings and of long documents, by
-                 admitted back-end; FlexAttention where torch can be imported
+    scan         bench_kernels.py scan: the scan kernel and XLA's
+    attention    bench_kernels.py attention: of recordings and of long documents, by admitted back-end
     options      the step without each option of jaxthd/kernels/xla_options.py; in FP8 (fp8_products: those
                  cuBLASLt or Triton compute in 8 bits); with loops unrolled into one CUDA graph; with
                  larger blocks in blockwise attention
-    conditionals what a skipped `lax.cond` costs
-Admission chooses the back-ends; each run names them. Time is a median, synchronized. Model FLOPs: 6 for each
-parameter and each token (or frame) that it is multiplied with, and attention over allowed pairs only;
-recomputation does not count. Needs neither grain nor tyro nor Transformer Engine; a part that needs one of
-them is reported as not run. --out keeps each section's output, its results, and report.md with a table of
+Admission chooses the back-ends; each run names them. Time is a median, synchronized. Shares of the peak count
+6 FLOPs for each weight and each token (or frame) that it is multiplied with, and attention over allowed pairs
+only; recomputation does not count. Needs neither grain nor tyro nor Transformer Engine; a part that needs one
+of them is reported as not run. --out keeps each section's output, its results, and report.md with a table of
 each; a section that ended well there is not run again: after a fault, or where the minutes were too few, give
 the same command. --check exits 1 where a section fails.
 """
@@ -37,7 +35,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +43,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 from jax.sharding import AxisType, Mesh
 
 from jaxthd.config import ComputeConfig, Config
@@ -55,13 +51,21 @@ from jaxthd.kernels.choose import using, with_admitted
 from jaxthd.kernels.xla_options import OPTIONS
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import AXES, make_mesh, put_batch
-from jaxthd.planning.model_flops import model_flops as planned_flops
+from jaxthd.planning.model_flops import model_flops
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import init_state
-from jaxthd.steps.training import loss_and_gradient, make_train_step
+from jaxthd.steps.training import loss_and_gradient
 from scripts import bench_kernels
-from scripts.benchmark import show
-from scripts.gpu_models import MODELS, TINY, base_config, model_flops, recordings, report_of, rows_of
+from scripts.benchmark import Step, benchmark, show
+from scripts.gpu_models import (
+    MODELS,
+    TINY,
+    attention_and_scan_flops,
+    base_config,
+    recordings,
+    report_of,
+    rows_of,
+)
 from tests.errors import relative_errors
 
 ROOT = Path(__file__).parent.parent
@@ -77,7 +81,7 @@ def told(section: str, **found: Any) -> None:
 def seconds(call: Callable[[], Any], repeats: int = 10) -> float:
     """Median time of a call, after two warm-up calls."""
     jax.block_until_ready(call())
-    return bench_kernels.seconds(call, jax.block_until_ready, repeats, calls=1)
+    return bench_kernels.seconds(call, repeats, calls=1)
 
 
 # --- steps ---
@@ -90,24 +94,16 @@ def run_step(
     documents = [d for group in groups for d in group]
     batch, data = rows_of(groups, config.model)
     config = with_admitted(replace(config, data=data), lambda line: print(f"{name}: {line}", flush=True))
-    mesh = make_mesh(config.mesh)
-    state, on_mesh = init_state(Blueprint(config), mesh), put_batch(batch, mesh)
-    start = time.perf_counter()
-    program: Any = make_train_step(Blueprint(config), mesh)
-    step = program.lower(state, on_mesh).compile()
-    compiling = time.perf_counter() - start
-    sizes: Any = step.memory_analysis()
-    losses = []
+    step, losses = Step(config, put_batch(batch, make_mesh(config.mesh))), []
+    sizes = step.program.memory_analysis()
 
     def call() -> Any:
-        nonlocal state
-        state, metrics = step(state, on_mesh)
-        losses.append(metrics.loss)
-        return metrics
+        losses.append(step()[1].loss)
+        return losses[-1]
 
     took = seconds(call, repeats)
     tokens, slots = sum(map(len, documents)), data.rows * data.capacity
-    flops = model_flops(config, documents)
+    flops = model_flops(config)(report_of(documents, config)) + attention_and_scan_flops(config, documents)
     found = {
         "name": name,
         "attention": config.compute.attention_backend,
@@ -121,8 +117,8 @@ def run_step(
         "share_of_peak": round(flops / took / peak, 4),
         "arguments_GiB": round(sizes.argument_size_in_bytes / 2**30, 2),
         "temporary_GiB": round(sizes.temp_size_in_bytes / 2**30, 2),
-        "compile_s": round(compiling, 1),
-        "fp8_products": fp8_products(step.as_text()),
+        "compile_s": round(step.compile_seconds, 1),
+        "fp8_products": fp8_products(step.program.as_text()),
         "losses": [round(float(loss), 4) for loss in (losses[0], losses[-1])],
     }
     told("step", **found)
@@ -238,7 +234,7 @@ def step(tiny: bool) -> None:
     peak, found = machine(tiny), []
     for tokens in (256, 512) if tiny else (8192, 16384, 32768):
         plain, fast = (base_config(tiny, kernels=kernels) for kernels in (False, True))
-        unbuffered = using(fast, command_buffers=False)
+        unbuffered = using(fast, xla_options=("xla_gpu_enable_command_buffer=",))
         changes = {f"xla {tokens}": plain, f"kernels {tokens}": fast}
         if tokens != 8192:
             changes[f"kernels {tokens}, no command buffers"] = unbuffered
@@ -264,7 +260,6 @@ def scan(tiny: bool) -> None:
 
 
 def attention(tiny: bool) -> None:
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # torch needs some of the memory
     bench_kernels.attention(tiny, machine(tiny), lambda row: told("attention", **row))
 
 
@@ -289,46 +284,14 @@ def options(tiny: bool) -> None:
     show_steps("XLA's options; FP8", variations(config, changes, [documents], peak, 3 if tiny else 8))
 
 
-def conditionals(tiny: bool) -> None:
-    """Times a loop of many iterations, each with a branch that is not taken, against the loop without it."""
-    turns, x = 100 if tiny else 2000, jnp.ones((256, 256), jnp.bfloat16)
-
-    def loop(branches: int, taken: Array, x: Array) -> Array:
-        def turn(x: Array, _: None) -> tuple[Array, None]:
-            x = x + 1
-            for _branch in range(branches):
-                x = jax.lax.cond(taken, lambda x: x @ x, lambda x: x, x)
-            return x, None
-
-        return jax.lax.scan(turn, x, length=turns)[0]
-
-    commands = next(o.value for o in OPTIONS if o.name == "xla_gpu_enable_command_buffer")
-    for name, value in (("without command buffers", ""), ("with", commands)):
-        took = []
-        for branches in (0, 1):
-            given = {"xla_gpu_enable_command_buffer": value}
-            program = jax.jit(partial(loop, branches), compiler_options=given)
-            took.append(seconds(partial(program, jnp.asarray(False), x)) / turns * 1e6)
-        told(
-            "conditionals",
-            command_buffers=name,
-            turn_us=round(took[0], 2),
-            more_us=round(took[1] - took[0], 2),
-        )
-        print(f"{name}: a turn takes {took[0]:.2f} us, a skipped branch {took[1] - took[0]:.2f} us more")
-
-
 def models(tiny: bool) -> None:
     """A step of each model, by the admitted kernels."""
-    peak = machine(tiny)
+    peak, found = machine(tiny), []
     for name in ("tiny",) if tiny else ("dense-1b", "moe", "hybrid-4b"):
         config = replace(base_config(tiny, kernels=True), model=MODELS[name])
         documents = recordings(256 if tiny else 8192, config.model, 4.0 if tiny else 60.0)
-        flops = planned_flops(config)(report_of(documents, config))
-        for found in variations(config, {name: config}, [documents], peak, 3 if tiny else 8):
-            share = flops / (found["ms"] / 1e3) / peak
-            told("models", name=name, share_of_peak_by_active_weights=round(share, 4))
-        jax.clear_caches()
+        found += variations(config, {name: config}, [documents], peak, 3 if tiny else 8)
+    show_steps("A training step of each model", found)
 
 
 def whole(documents: list[Document]) -> Document:
@@ -363,7 +326,6 @@ SECTIONS: dict[str, Callable[[bool], Any]] = {
     "attention": attention,
     "options": options,
     "scan": scan,
-    "conditionals": conditionals,
 }
 """By name, the most important first."""
 
@@ -402,14 +364,11 @@ def tables(results: list[dict[str, Any]]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark(__doc__)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=list(SECTIONS))
     parser.add_argument("--minutes", type=float, default=9.5, help="for all of it")
     parser.add_argument("--out", type=Path, help="keeps what was found, and goes on from it")
     parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--check", action="store_true")
     parser.add_argument("--section", choices=SECTIONS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.section:

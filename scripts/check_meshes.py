@@ -26,7 +26,6 @@ Each row is appended to --out when it is done and is not repeated, so an interru
 Exits 1 when a row fails. A row takes about 20 s on two cores, mostly compilation.
 """
 
-import argparse
 import json
 import os
 import sys
@@ -46,7 +45,7 @@ os.environ["XLA_FLAGS"] = quick_on_devices(16 if "--mesh" in sys.argv else 8, st
 import numpy as np
 
 from jaxthd.config import MeshConfig
-from jaxthd.terminal.tables import table
+from scripts.benchmark import benchmark, table
 from tests.meshes.gradients import ORDERS, check, everything, own_errors
 from tests.meshes.models import MODEL, PLAIN
 from tests.meshes.runs import KINDS, variants
@@ -69,9 +68,7 @@ def show(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark(__doc__, check=False)
     parser.add_argument("--only", choices=KINDS, help="one kind of rows")
     parser.add_argument("--mesh", type=int, nargs=4, help="plain rows of this mesh alone, as 2 2 2 2")
     parser.add_argument("--sample", type=int, default=0, help="only as many rows, drawn at random (seed 0)")

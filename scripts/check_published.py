@@ -14,7 +14,6 @@ with documents alone and packed, and exports; the library reads the export. Exit
   the library finds none missing or unexpected.
 """
 
-import argparse
 import json
 import subprocess
 import sys
@@ -28,7 +27,7 @@ from safetensors.numpy import load_file
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxthd.convert import export_weights, import_weights
-from scripts.benchmark import Claim, conclude, table
+from scripts.benchmark import Claim, benchmark, conclude, table
 from tests.errors import relative_errors
 from tests.hf.published import Published
 
@@ -70,9 +69,7 @@ def compare(name: str, folder: Path, npz: Path) -> tuple[float, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark(__doc__, check=False)
     parser.add_argument("--python-reference", default=sys.executable, help="has torch and transformers")
     parser.add_argument("--seed", type=int, default=1, help="of the library's random weights")
     parser.add_argument("--only", nargs="+", choices=FAMILIES, help="some of the checkpoints")

@@ -12,20 +12,18 @@ rewarding, updating or saving; its answers must be the same, too. Prints a table
 Takes about 5 minutes on 2 cores.
 """
 
-import argparse
 import sys
 import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from scripts.benchmark import benchmark
 from tests.survival import grpo_rows, train_rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = benchmark(__doc__, check=False)
     parser.add_argument("--grpo", action="store_true", help="runs of jaxthd grpo")
     for name, default in {"kills": 10, "damages": 20, "seed": 0}.items():
         parser.add_argument(f"--{name}", type=int, default=default)

@@ -21,23 +21,17 @@ what it wrote and damaged. Prints a table; exits 1 and lists the violations wher
 Messages of libraries about damaged recordings go to standard error. Takes a minute on 2 cores.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.fuzz.checks import run
+from tests.fuzz.checks import fuzzer, run
 from tests.fuzz.data import fuzz
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=1000, help="damaged inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = fuzzer(__doc__, 1000).parse_args()
     run(fuzz, options.count, options.seed)
 
 

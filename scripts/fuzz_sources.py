@@ -21,23 +21,17 @@ where
 Needs pyarrow (the extra parquet).
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.fuzz.checks import run
+from tests.fuzz.checks import fuzzer, run
 from tests.fuzz.sources import fuzz
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--count", type=int, default=5000, help="damaged inputs")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = fuzzer(__doc__, 5000).parse_args()
     run(fuzz, options.count, options.seed)
 
 

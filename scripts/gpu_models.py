@@ -1,4 +1,4 @@
-"""What check_gpu and compile_for_gpu compute: models, documents of recordings, operations of a step."""
+"""What check_gpu and compile_for_gpu compute: models, documents of recordings, operations."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,7 +6,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from jaxthd.config import (
     ComputeConfig,
@@ -24,7 +23,6 @@ from jaxthd.kernels.choose import using
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
-from jaxthd.steps.blueprint import Blueprint
 
 ONE_BILLION = ModelConfig(
     encoder=EncoderConfig(layers=17, dim=512, heads=8, ffn_dim=2048, subsampling_channels=256),
@@ -161,27 +159,6 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
     rows = [pack_row(group, **sizes, num_mels=model.audio_encoder.num_mels)[0] for group in groups]
     batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     return batch, DataConfig(rows=len(groups), workers=0, **sizes)
-
-
-def parameters(config: Config) -> dict[str, int]:
-    """Numbers of matrix elements that one token, or one encoder frame, is multiplied with."""
-    found = {"encoder": 0, "decoder": 0}
-    for path, variable in nnx.to_flat_state(nnx.state(Blueprint(config).model, nnx.Param)):
-        if variable.get_metadata("decayed") and path[0] not in ("embedding", "head"):
-            found["encoder" if path[0] in ("encoder", "adapter") else "decoder"] += variable.size
-    return found
-
-
-def model_flops(config: Config, documents: Sequence[Document]) -> float:
-    """FLOPs of a step, forward and backward, without recomputation and padding."""
-    llm, matrices = config.model.llm, parameters(config)
-    tokens = sum(map(len, documents))
-    frames = sum(d.mel_frames for d in documents) / 8
-    supervised = sum(int(d.supervised.sum()) for d in documents)
-    of_weights = (
-        matrices["decoder"] * tokens + matrices["encoder"] * frames + llm.vocab_size * llm.dim * supervised
-    )
-    return 6 * of_weights + attention_and_scan_flops(config, documents)
 
 
 def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> float:

@@ -43,7 +43,7 @@ STEPS, GRPO_STEPS = 48, 24
 GRPO = (
     f"--train.objective grpo --train.steps {GRPO_STEPS} --train.learning-rate 1e-2 "
     "--posttraining.reference-every 5 "
-    "--rollout.prompts 4 --rollout.group-size 3 --rollout.answers-at-once 12 --rollout.tokens-at-once 2 "
+    "--rollout.prompts 4 --rollout.group-size 3 --rollout.answers-at-once 12 "
     "--rollout.max-new-tokens 6 --rollout.temperature 0.9 --rollout.top-p 0.95 --rollout.updates 2 "
     "--rollout.rewards length wer=0.5 --rollout.dynamic-sampling 2"
 )

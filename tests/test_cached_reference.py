@@ -21,10 +21,7 @@ from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
-    EncoderConfig,
-    LLMConfig,
     MeshConfig,
-    ModelConfig,
     PostTrainingConfig,
     TrainConfig,
 )
@@ -39,10 +36,12 @@ from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
 from jaxthd.training.cached_reference import CachedReference
+from tests import survival
 from tests.parallel.test_distributed import two, until
 from tests.shared_programs import shared_programs, without_clock
 
 STEPS = 4
+MODEL = survival.config().model
 CONFIG = Config(
     data=DataConfig(
         validation_manifest="",
@@ -52,21 +51,7 @@ CONFIG = Config(
         rows=2,
         workers=0,
     ),
-    model=ModelConfig(
-        encoder=EncoderConfig(
-            num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
-        ),
-        llm=LLMConfig(
-            pattern="M*-",
-            dim=16,
-            q_heads=2,
-            kv_heads=1,
-            head_dim=8,
-            mamba_heads=4,
-            mamba_head_dim=8,
-            ffn_dim=16,
-        ),
-    ),
+    model=replace(MODEL, llm=replace(MODEL.llm, pattern="M*-", ffn_dim=16)),
     compute=ComputeConfig(
         dtype="float64", context_exchange="all_gather", block_sizes=BlockSizes(scan=16, attention=32, loss=32)
     ),

@@ -125,8 +125,9 @@ def test_relative_paths_are_of_the_files_folder(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "configs").mkdir()
     (tmp_path / "configs" / "my.py").write_text(
         f"{IMPORT}def config(): return Config(\n"
-        "    data=DataConfig(manifest=('a_{0..3}.jsonl', 'synthetic', 'mine:x', 'shar:b', '/c.jsonl'),\n"
-        "        tarred_audio=('', '../t.tar', '', '', ''), validation_manifest='dev=d.jsonl',\n"
+        "    data=DataConfig(\n"
+        "        manifest=('a_{0..3}.jsonl::../t.tar', 'synthetic', 'mine:x', 'shar:b', '/c.jsonl'),\n"
+        "        validation_manifest='dev=d.jsonl',\n"
         "        tokenizer='tok'),\n"
         "    train=TrainConfig(init_from=('runs/a@best',)))\n"
     )
@@ -134,13 +135,12 @@ def test_relative_paths_are_of_the_files_folder(tmp_path: Path, monkeypatch: pyt
     config = load_config("configs/my.py")
     data, folder = config.data, tmp_path / "configs"
     assert data.manifest == (
-        f"{folder}/a_{{0..3}}.jsonl",
+        f"{folder}/a_{{0..3}}.jsonl::{tmp_path}/t.tar",
         "synthetic",
         "mine:x",
         f"shar:{folder}/b",
         "/c.jsonl",
     )
-    assert data.tarred_audio == ("", f"{tmp_path}/t.tar", "", "", "")
     assert data.validation_manifest == f"dev={folder}/d.jsonl"
     assert data.tokenizer == f"{folder}/tok"
     assert config.train.init_from == (f"{folder}/runs/a@best",)
@@ -157,8 +157,15 @@ def test_paths_may_be_in_the_home_folder_and_what_exists_is_taken_as_it_is(
     config = with_absolute_paths(
         Config(
             data=DataConfig(
-                manifest=("~/a_{0..3}.jsonl", "manifest:~/b", "mine:x", "shar:y", "~z", "mine:z"),
-                tarred_audio=("~/t.tar",),
+                manifest=(
+                    "~/a_{0..3}.jsonl",
+                    "manifest:~/b",
+                    "mine:x",
+                    "shar:y",
+                    "~z",
+                    "mine:z",
+                    "a::~/t.tar",
+                ),
                 validation_manifest=("lang=de.jsonl", "dev=~/d.jsonl"),
                 tokenizer="~/tok",
                 augment=AugmentConfig(noise_manifest="~/n.jsonl", room_manifest="~/r.jsonl"),
@@ -169,9 +176,15 @@ def test_paths_may_be_in_the_home_folder_and_what_exists_is_taken_as_it_is(
     )
     data, here = config.data, str(tmp_path)
     existing = f"{here}/mine:x", f"{here}/shar:y", f"{here}/~z"
-    assert data.manifest == ("/home/x/a_{0..3}.jsonl", "manifest:/home/x/b", *existing, "mine:z")
+    assert data.manifest == (
+        "/home/x/a_{0..3}.jsonl",
+        "manifest:/home/x/b",
+        *existing,
+        "mine:z",
+        f"{here}/a::/home/x/t.tar",
+    )
     assert data.validation_manifest == (f"{here}/lang=de.jsonl", "dev=/home/x/d.jsonl")
-    assert (data.tarred_audio, data.tokenizer) == (("/home/x/t.tar",), "/home/x/tok")
+    assert data.tokenizer == "/home/x/tok"
     assert (data.augment.noise_manifest, data.augment.room_manifest) == ("/home/x/n.jsonl", "/home/x/r.jsonl")
     assert config.train.init_from == ("/home/x/runs/a@best",)
     assert source_of("~/runs/a@best") == (Path("/home/x/runs/a"), "best")

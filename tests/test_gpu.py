@@ -18,7 +18,6 @@ SECTIONS = (
     "packing",
     "attention",
     "options",
-    "conditionals",
 )
 
 

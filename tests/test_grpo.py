@@ -15,10 +15,7 @@ from jaxthd.config import (
     AdaptConfig,
     Config,
     DataConfig,
-    EncoderConfig,
-    LLMConfig,
     MeshConfig,
-    ModelConfig,
     PostTrainingConfig,
     RolloutConfig,
     TrainConfig,
@@ -26,12 +23,14 @@ from jaxthd.config import (
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
-from jaxthd.rl.updates import Agreement, require_agreement
+from jaxthd.rl.updates import BOUNDS, Agreement, require_agreement
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
+from tests import survival
 from tests.shared_programs import shared_programs, without_clock
 
 STEPS, EVERY = 4, 2
+MODEL = survival.config().model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -62,20 +61,12 @@ def config_of(manifest: Path) -> Config:
             max_documents=8,
             rows=2,
         ),
-        model=ModelConfig(
-            encoder=EncoderConfig(
-                num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
-            ),
-            llm=LLMConfig(
-                pattern="M*-", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=4, mamba_head_dim=8
-            ),
-        ),
+        model=replace(MODEL, llm=replace(MODEL.llm, pattern="M*-")),
         posttraining=PostTrainingConfig(reference_every=3),
         rollout=RolloutConfig(
             prompts=4,
             group_size=3,
             answers_at_once=6,
-            tokens_at_once=2,
             max_new_tokens=6,
             top_p=0.9,
             temperature=0.8,
@@ -183,7 +174,8 @@ def test_prompts_without_transcripts_are_rewarded_by_their_fields(
     own = replace(config.data, manifest=(str(manifest),), validation_manifest=str(manifest))
     rewards = ("equals", "format", *(["wer"] if wants_text else []))
     options = ("equals.field=total", "format.pattern=[a-z ].*")
-    rollout = replace(config.rollout, rewards=rewards, reward_options=options, max_failed_rewards=1.0)
+    own = replace(own, max_skipped_share=1.0)
+    rollout = replace(config.rollout, rewards=rewards, reward_options=options)
     rollout = replace(rollout, prompts=6, dynamic_sampling=1, updates=1, validation_prompts=12)
     prompts = replace(config, data=own, rollout=rollout, train=replace(config.train, steps=2))
     grpo(prompts, tmp_path / "run")
@@ -209,22 +201,23 @@ def test_prompts_without_transcripts_are_rewarded_by_their_fields(
     assert len({x["compilations"] for x in lines_of_run if x["step"]}) == 1
 
 
-def test_a_difference_between_drawing_and_training_ends_the_run(config: Config, tmp_path: Path):
-    """No two float32 programs agree to 1e-30; without a bound of its own a run has that of its dtype."""
-    strict = replace(config, rollout=replace(config.rollout, max_logprob_difference=1e-30))
-    with pytest.raises(UserError, match=r"differs by .*rollout\.max_logprob_difference"):
-        grpo(replace(strict, train=replace(config.train, steps=1, validate_every=0)), tmp_path)
-    assert not list((tmp_path / "checkpoints").glob("[0-9]*")), "nothing was trained"
-    for found, bound, dtype, holds in [
-        (0.009, 0.0, "float32", True),
-        (0.011, 0.0, "float32", False),
-        (0.4, 0.0, "bfloat16", True),
-        (2e-5, 0.0, "float64", False),
-        (0.011, 0.02, "float32", True),
-        (float("nan"), 1.0, "float32", False),
+def test_a_difference_between_drawing_and_training_ends_the_run(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """No two float32 programs agree to 1e-30."""
+    for found, dtype, holds in [
+        (0.009, "float32", True),
+        (0.011, "float32", False),
+        (0.4, "bfloat16", True),
+        (2e-5, "float64", False),
+        (float("nan"), "float32", False),
     ]:
         with nullcontext() if holds else pytest.raises(UserError):
-            require_agreement(Agreement(found, 0.0, 1), bound, dtype)
+            require_agreement(Agreement(found, 0.0, 1), dtype)
+    monkeypatch.setitem(BOUNDS, "float32", 1e-30)
+    with pytest.raises(UserError, match=r"differs by .* expected at most 1e-30 in float32"):
+        grpo(replace(config, train=replace(config.train, steps=1, validate_every=0)), tmp_path)
+    assert not list((tmp_path / "checkpoints").glob("[0-9]*")), "nothing was trained"
 
 
 def test_objectives_of_the_other_command_are_refused(config: Config, tmp_path: Path):

@@ -19,14 +19,8 @@ import soundfile
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import (
-    BlockSizes,
-    ComputeConfig,
     Config,
-    DataConfig,
-    EncoderConfig,
-    LLMConfig,
     MeshConfig,
-    ModelConfig,
     TrainConfig,
 )
 from jaxthd.errors import UserError
@@ -35,6 +29,7 @@ from jaxthd.run.metrics import OF_DRAWING, TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
+from tests import survival
 from tests.docs.reference import METRICS
 from tests.quick_compilation import QUICK
 from tests.shared_programs import shared_programs
@@ -86,36 +81,12 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(manifest: Path) -> Config:
-    return Config(
-        mesh=MeshConfig(data=2, context=2),
-        data=DataConfig(
-            manifest=(str(manifest),),
-            validation_manifest=str(manifest),
-            rows=4,
-            capacity=128,
-            max_documents=8,
-            audio_capacity=320,
-            packing_bins=2,
-            workers=1,
-        ),
-        model=ModelConfig(
-            encoder=EncoderConfig(
-                layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
-            ),
-            llm=LLMConfig(
-                pattern="M*",
-                dim=16,
-                q_heads=2,
-                kv_heads=1,
-                head_dim=8,
-                mamba_heads=2,
-                mamba_head_dim=8,
-                mamba_state=8,
-                mamba_groups=1,
-                mtp_pattern="*",
-            ),
-        ),
-        compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),
+    base = survival.config()
+    paths = {"manifest": (str(manifest),), "validation_manifest": str(manifest)}
+    return replace(
+        base,
+        data=replace(base.data, **paths, rows=4, workers=1),
+        model=replace(base.model, llm=replace(base.model.llm, mtp_pattern="*")),
         train=TrainConfig(
             steps=6,
             warmup_steps=2,

@@ -2,8 +2,7 @@
 
 from dataclasses import dataclass
 
-from jaxthd.config.values import Decay, Index
-from jaxthd.errors import UserError
+from jaxthd.config.values import Decay, Index, numbers_of
 
 
 @dataclass(frozen=True)
@@ -15,11 +14,10 @@ class AdaptConfig:
     """
 
     freeze: tuple[str, ...] = ()
-    """Patterns of parameters that do not train, such as "encoder.*" or "decoder.layers.mamba.*". Frozen
+    """Patterns of parameters that do not train, such as "encoder.*" or "decoder.layers.mamba.*"; and, with a
+    "!" before them, of those that train nevertheless, such as "!decoder.*.norm.weight" beside LoRA. Frozen
     BatchNorms of the encoder keep their running statistics and normalise by them; frozen routers keep the
     correction biases of their experts."""
-    unfreeze: tuple[str, ...] = ()
-    """Patterns of parameters that train nevertheless, such as "decoder.*.norm.weight" beside LoRA."""
     lora_rank: Index = 0
     """Rank of the low-rank matrices (LoRA) added to projections; 0 for none. They train, whatever freeze
     says; everything else in a part that has LoRA is frozen."""
@@ -38,17 +36,9 @@ class AdaptConfig:
     @property
     def factors(self) -> dict[str, float]:
         """The factor of each part, from lr_factors. Raises UserError for one that is not PART=FACTOR."""
-        found = dict.fromkeys(("encoder", "adapter", "llm"), 1.0)
-        for text in self.lr_factors:
-            part, _, factor = text.partition("=")
-            try:
-                number = float(factor)
-            except ValueError:
-                number = None
-            if part not in found or number is None:
-                raise UserError(
-                    f"adapt.lr_factors has {text!r}; expected PART=FACTOR with one of the parts "
-                    f"{', '.join(found)}: correct adapt.lr_factors"
-                )
-            found[part] = number
-        return found
+        return numbers_of(
+            "adapt.lr_factors",
+            "PART=FACTOR",
+            self.lr_factors,
+            dict.fromkeys(("encoder", "adapter", "llm"), 1.0),
+        )

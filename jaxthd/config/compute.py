@@ -64,24 +64,23 @@ class ComputeConfig:
     """Shard norms and residuals over the tensor ranks, 1/tensor of the tokens on each: reduce-scatter and
     all-gather replace all-reduce."""
     attention_backend: str = "auto"
-    """The back-end of the decoder's attention. "xla": blockwise, on every device. "te": Transformer Engine's
-    fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and bfloat16. "pallas": kernels of
-    our own, for windows, shared prompts and decoding too.
+    """The back-end of the decoder's attention. "xla": blockwise, on every device; no kernels are used for the
+    encoder's attention and Mamba2's scan either, which else have their own on GPUs where they are admitted.
+    "te": Transformer Engine's fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and
+    bfloat16. "pallas": kernels of our own, for windows, shared prompts and decoding too.
     All are for NVIDIA GPUs, and a measurement as the run starts must admit them; none has run on one yet.
     "auto": on GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd
     doctor."""
-    encoder_attention: Literal["auto", "blocks", "pallas"] = "auto"
+    encoder_attention: Annotated[Literal["auto", "blocks", "pallas"], DERIVED] = "auto"
     """The form of the encoder's attention. "blocks": a block after the other, and none without an allowed
     pair; dense in rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must
     admit them. On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": pallas on
     GPUs where it is admitted, else blocks."""
-    scan_backend: str = "auto"
+    scan_backend: Annotated[str, DERIVED] = "auto"
     """The back-end of Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
     the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a
     GPU. "auto": on GPUs "pallas" where it is admitted, else "xla"."""
-    kernels_unverified: bool = False
-    """Use the back-end that was asked for even if the measurement refuses it."""
     remat: Literal["auto", "none", "selective", "layers", "full"] = "auto"
     """Activations that the backward pass computes again, instead of keeping them since the forward pass.
     "none": all are kept. "selective": those that are cheap; results of matrix products, of attention and of
@@ -93,14 +92,11 @@ class ComputeConfig:
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA
     graph."""
-    command_buffers: bool = True
-    """On GPUs, record kernels, loops and conditionals in CUDA graphs (XLA's command buffers) where XLA
-    can."""
     block_sizes: Annotated[BlockSizes | None, DERIVED] = None
     """None: those that `blocks` derives."""
     xla_options: tuple[str, ...] = ()
     """Options of XLA for the compiled programs, as NAME=VALUE. They override
-    jaxthd/kernels/xla_options.py."""
+    jaxthd/kernels/xla_options.py. With xla_gpu_enable_command_buffer= no CUDA graphs are recorded."""
 
     @property
     def blocks(self) -> BlockSizes:

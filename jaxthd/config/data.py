@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from jaxthd.config.values import Decay, Index, Range, Share, Unset
+from jaxthd.config.values import Index, Range, Unset, numbers_of
 from jaxthd.errors import UserError
 
 Bounds = tuple[float, float]
@@ -18,14 +18,10 @@ Packing = Literal["first_fit", "best_fit", "best_fit_decreasing", "padded"]
 class SpecAugmentConfig:
     """Masks over the features of a training document (Park et al., 2019), drawn anew every epoch."""
 
-    freq_masks: Index = 0
-    """Number of masks over mel bands."""
-    freq_width: int = 27
-    """Widest mask, in mel bands."""
-    time_masks: Index = 0
-    """Number of masks over time."""
-    time_width: Decay = 0.05
-    """Longest mask over time, as a fraction of the recording."""
+    freq: tuple[int, int] = (0, 27)
+    """Number of masks over mel bands, and bands of the widest."""
+    time: tuple[int, float] = (0, 0.05)
+    """Number of masks over time, and the longest as a fraction of the recording."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +33,22 @@ class AugmentConfig:
     """Speeds, one of which is drawn for each recording, such as 0.9 1.0 1.1. The pitch changes with them."""
     room_manifest: str = ""
     """Manifest of rooms' impulse responses ({"audio_filepath": "room.wav"} a line); "" for none."""
-    room_probability: Share = 0.5
-    """Share of the recordings that are heard in one of these rooms."""
     noise_manifest: str = ""
     """Manifest of noises ({"audio_filepath": "noise.wav"} a line, with offset and duration if wanted); ""
     for none."""
-    noise_probability: Share = 0.5
-    """Share of the recordings to which one of these noises is added."""
     noise_snr: tuple[float, float] = (5.0, 20.0)
     """Least and most ratio of signal to noise, in dB; drawn uniformly."""
-    low_pass_probability: Share = 0.0
-    """Share of the recordings that lose what lies above a cut-off, as in a narrow channel."""
     low_pass_hz: tuple[float, float] = (2000.0, 4000.0)
-    """Least and most cut-off, in Hz; drawn uniformly."""
+    """Least and most cut-off, in Hz; drawn uniformly. What lies above is lost, as in a narrow channel."""
+    shares: tuple[str, ...] = ()
+    """Shares of the recordings that are changed, as CHANGE=SHARE: "room=0.3 noise=1 low_pass=0.2". Where none
+    is given, half of the recordings are heard in a room, half get a noise, and none is low-passed."""
+
+    @property
+    def probabilities(self) -> dict[str, float]:
+        """The share of each change, from shares. Raises UserError for one that is not CHANGE=SHARE."""
+        defaults = {"room": 0.5, "noise": 0.5, "low_pass": 0.0}
+        return numbers_of("data.augment.shares", "CHANGE=SHARE", self.shares, defaults)
 
 
 @dataclass(frozen=True)
@@ -68,11 +67,12 @@ class FilterConfig:
 
 
 class ValidationSet(NamedTuple):
-    """One validation set. is_named: its results carry its name, because it was given one or because there
-    are several."""
+    """One validation set. tars: as split_tars has them. is_named: its results carry its name, because it was
+    given one or because there are several."""
 
     name: str
     path: str
+    tars: str
     is_named: bool
 
 
@@ -84,6 +84,14 @@ def split_name(manifest: str) -> tuple[str, str, str]:
     return name, mark, path
 
 
+def split_tars(manifest: str) -> tuple[str, str]:
+    """Splits MANIFEST::TARS into (MANIFEST, TARS); (it, "") of one without tar files, or that exists."""
+    if os.path.exists(os.path.expanduser(manifest)):
+        return manifest, ""
+    path, _, tars = manifest.partition("::")
+    return path, tars
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """Data sets, and how they are packed."""
@@ -93,15 +101,13 @@ class DataConfig:
     "manifest__OP_0..15_CL_.json"); Lhotse Shar directories and manifests of cuts (cuts.jsonl.gz); or
     "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
     disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
+    MANIFEST::TARS: its recordings are in tar files, as NeMo's are ("m_{0..15}.json::audio_{0..15}.tar").
     "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
     """Names of fields of a manifest's lines and of columns of parquet and arrow files, as FIELD=COLUMN:
     "audio=speech text=utterance". A line has the column and not the field. In tables without this, audio is
     "audio" or "audio_filepath", text is "text", "sentence", "transcription" or "transcript", and the other
     fields have columns of their names. NAME= leaves a field out. Lhotse's cuts have no columns."""
-    tarred_audio: tuple[str, ...] = ()
-    """The tar files of each manifest, as in NeMo's tarred_audio_filepaths ("audio_{0..15}.tar"); "" for a
-    manifest with plain files and for a Shar directory. Empty: no manifest has tar files."""
     weights: tuple[float, ...] = ()
     """Weights by which documents of each manifest are drawn. Empty: in proportion to their numbers
     of documents."""
@@ -109,11 +115,9 @@ class DataConfig:
     """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
     all alike. Without data.weights it is applied to the numbers of documents."""
     validation_manifest: str | tuple[str, ...] = "synthetic"
-    """Manifest or Shar directory for validation; "" for none. Several sets each have a name: NAME=PATH, or
-    the name of the file. The results of each set are logged as validation_NAME_loss and so on, and the
-    means over all sets as validation_loss and so on."""
-    validation_tarred_audio: str | tuple[str, ...] = ""
-    """Tar files of the validation manifest, or of each one; "" for none."""
+    """Manifest or Shar directory for validation, as in manifest; "" for none. Several sets each have a name:
+    NAME=PATH, or the name of the file. The results of each set are logged as validation_NAME_loss and so on,
+    and the means over all sets as validation_loss and so on."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), "synthetic" (a small BPE of the words in the synthetic data), the
     path of a tokenizer.json, or the folder of a checkpoint in Hugging Face's format, whose other files then
@@ -152,7 +156,7 @@ class DataConfig:
     """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
     max_skipped_share: float = 0.1
     """The run stops where more than this share of the training items cannot be used: unreadable, faulty, or
-    larger than a buffer."""
+    larger than a buffer; and where so many of the last 100 groups of jaxthd grpo have no rewards."""
     accept_changes: bool = False
     """Continue a run whose training data has changed since: a new epoch begins with all that is there now.
     Lines that were appended need no such setting: the epoch under way ends first, without them."""
@@ -191,8 +195,9 @@ class DataConfig:
         sets = []
         for manifest in manifests:
             name, mark, path = split_name(manifest)
+            path, tars = split_tars(path)
             if not mark:
-                stem = re.sub(r"[^\w.-]+", "-", Path(manifest).stem)
-                name, path = stem.strip("-.") or "validation", manifest
-            sets.append(ValidationSet(name, path, bool(mark) or len(manifests) > 1))
+                stem = re.sub(r"[^\w.-]+", "-", Path(path).stem)
+                name = stem.strip("-.") or "validation"
+            sets.append(ValidationSet(name, path, tars, bool(mark) or len(manifests) > 1))
         return tuple(sets)

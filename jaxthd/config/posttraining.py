@@ -4,16 +4,16 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from jaxthd.config.mesh import MeshConfig
-from jaxthd.config.values import Index, Positive, Range, Share
+from jaxthd.config.values import DERIVED, Index, Positive, Range
 
 
 @dataclass(frozen=True)
 class PostTrainingConfig:
     """Objectives that compare answers to one prompt: preferences (DPO, KTO) and rewards (GRPO)."""
 
-    share_prompts: bool = True
+    share_prompts: Annotated[bool, DERIVED] = True
     """Whether answers to one prompt share its token slots. If not, each has a copy of the prompt; its
-    recordings are encoded once in either case."""
+    recordings are encoded once in either case. Tests and benchmarks compare the two."""
     reference: Literal["auto", "copy", "cached"] = "auto"
     """Where the reference policy is: "copy": a copy of the first weights in the compute dtype, of what
     trains; "auto": the same, but with LoRA the base weights, if reference_every is 0; "cached": nowhere. It
@@ -37,8 +37,6 @@ class RolloutConfig:
     """Answers drawn to each prompt."""
     answers_at_once: int = 64
     """Answers that are decoded together, over all data ranks. An ended one makes room for the next group."""
-    tokens_at_once: int = 8
-    """Tokens that are decoded before the host looks for answers that have ended."""
     max_new_tokens: int = 64
     """Most tokens of an answer, its end token included."""
     temperature: float = 1.0
@@ -52,20 +50,14 @@ class RolloutConfig:
     "length", "overlong", "equals", or the dotted path of a Python function: "my_rewards.politeness"."""
     reward_options: tuple[str, ...] = ()
     """Settings of reward functions, as NAME.SETTING=VALUE."""
-    reward_folders: tuple[str, ...] = ()
-    """Folders where the modules of reward functions are looked for, after the installed ones and the working
-    directory. A config file that names such a function adds its own folder."""
+    reward_folders: Annotated[tuple[str, ...], DERIVED] = ()
+    """Folders where the modules of reward functions are looked for, after Python's own path and the working
+    directory: that of a config file that names such a function."""
     reward_seconds: Positive = 10.0
     """Longest time that a reward function may take for the answers to one prompt."""
-    reward_workers: int = 1
-    """Processes that compute rewards."""
-    max_failed_rewards: Share = 0.1
-    """The run stops where the rewards of more than this share of the last 100 groups could not be computed.
-    Such groups are not trained on."""
-    leave_one_out: bool = False
-    """Whether an answer's advantage is over the mean reward of the group's other answers, in place of all."""
-    normalise_advantages: bool = True
-    """Whether advantages are divided by the standard deviation of the group's rewards."""
+    advantages: Literal["normalised", "centred", "leave_one_out", "leave_one_out_normalised"] = "normalised"
+    """The advantage of an answer: its reward less the mean of its group ("centred"), or of the group's other
+    answers ("leave_one_out"); normalised ones are divided by the standard deviation of the group."""
     dynamic_sampling: int = 1
     """Most times that a step draws prompts anew in place of groups whose rewards are all equal; such groups
     teach nothing. 1: it draws once, and they stay."""
@@ -77,6 +69,3 @@ class RolloutConfig:
     validation_prompts: Index = 0
     """Prompts of the first validation set that are answered and rewarded at each validation: once by the
     likeliest tokens, and by a group of drawn answers, for pass@1 and pass@k (k is group_size). 0: none."""
-    max_logprob_difference: float = 0.0
-    """The run stops where the log-probability of a token differs by more than this between drawing and
-    training; 0: by more than the compute dtype explains."""

@@ -5,6 +5,8 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from jaxthd.errors import UserError
+
 
 class Removed(NamedTuple):
     """was: its default, which an old config.json has whether or not it was given. now: what replaced it, for
@@ -17,16 +19,36 @@ class Removed(NamedTuple):
     becomes: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda value, fields: {}
 
 
-def _bound(name: str, end: int) -> Removed:
-    """A bound of data.filter that has become one of a pair. end: 0 for the least, 1 for the most."""
+def _half(name: str, end: int, now: str, defaults: tuple[Any, Any] = (0.0, 0.0)) -> Removed:
+    """A setting that has become one of a pair, the first (end 0) or the second (1) of the field `name`."""
 
     def pair(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
-        """The pair with one end replaced."""
-        both = list(fields.get(name, (0.0, 0.0)))
+        """The pair with this half."""
+        both = list(fields.get(name, defaults))
         both[end] = value
         return {name: tuple(both)}
 
-    return Removed(0.0, f"data.filter.{name} has the least and the most", pair)
+    return Removed(defaults[end], now, pair)
+
+
+def _tars(name: str, was: Any, default: Any) -> Removed:
+    """The tar files of a setting's manifests, which are now named with them. default: of the manifests."""
+
+    def joined(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The manifests, each with its tar files. Raises UserError where their numbers differ."""
+        given = fields.get(name, default)
+        manifests, tars = ((x,) if isinstance(x, str) else tuple(x) for x in (given, value))
+        if not any(tars):
+            return {}
+        if len(tars) != len(manifests):
+            raise UserError(
+                f"{len(tars)} sets of tar files are given for {len(manifests)} manifests in data.{name}; "
+                f'expected one for each ("" for plain files): write data.{name} as MANIFEST::TARS'
+            )
+        both = tuple(f"{path}::{tar}" if tar else path for path, tar in zip(manifests, tars, strict=True))
+        return {name: both[0] if isinstance(given, str) else both}
+
+    return Removed(was, f"data.{name} names them, as MANIFEST::TARS", joined)
 
 
 def _factor(part: str) -> Removed:
@@ -51,21 +73,75 @@ def _kept_of_recomputed(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]
     return {"remat": "selective" if value == "products" else value}
 
 
+def _share(change: str, was: float) -> Removed:
+    """The share of the recordings that data.augment changes in one way."""
+
+    def listed(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The shares with this one."""
+        return {"shares": (*fields.get("shares", ()), f"{change}={value}")}
+
+    return Removed(was, f'data.augment.shares names it, as "{change}=SHARE"', listed)
+
+
+def _advantages(was: bool, become: Mapping[str, str]) -> Removed:
+    """One of two switches of advantages, which one setting names. become: its values with the switch."""
+
+    def renamed(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The way of advantages that has this switch too."""
+        return {"advantages": become[fields.get("advantages", "normalised")]}
+
+    return Removed(was, "rollout.advantages names both", renamed)
+
+
+def _beta(name: str, was: float) -> Removed:
+    """A decay of AdamW's moments, which the optimizers that have them take as an option."""
+
+    def option(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The optimizer's options with this one; no change for an optimizer without it."""
+        if fields.get("optimizer", "adamw") not in ("adamw", "muon"):
+            return {}
+        return {"optimizer_options": (*fields.get("optimizer_options", ()), f"{name}={value}")}
+
+    return Removed(was, f'train.optimizer_options has it, as "{name}={was}"', option)
+
+
 _REMAT = "compute.remat says it of the whole model, and by default keeps what fits (docs/decisions/remat.md)"
 _SIZES = "it follows from compute.dtype and the device (jaxthd/config/compute.py), and affects speed only"
+_NO_GRAPHS = "xla_gpu_enable_command_buffer="
 _ONE_SIZE = "a run has one size of buffers, which jaxthd plan recommends for its data"
 REMOVED: dict[str, dict[str, Removed]] = {
     "data": {
         "prefetch": Removed(2, "two batches are made ahead where there are data.workers, else none"),
+        "tarred_audio": _tars("manifest", (), ("synthetic",)),
+        "validation_tarred_audio": _tars("validation_manifest", "", "synthetic"),
         "rungs": Removed((), _ONE_SIZE),
         "most_rungs": Removed(4, _ONE_SIZE),
     },
     "data.filter": {
-        f"{end}_{name}": _bound(name, number)
+        f"{end}_{name}": _half(name, number, f"data.filter.{name} has the least and the most")
         for name in ("seconds", "tokens_per_second", "characters_per_second")
         for number, end in enumerate(("min", "max"))
     },
-    "adapt": {f"{part}_lr_factor": _factor(part) for part in ("encoder", "adapter", "llm")},
+    "data.spec_augment": {
+        f"{dim}_{end}": _half(
+            dim, number, f"data.spec_augment.{dim} has the number and the width of masks", defaults
+        )
+        for dim, defaults in (("freq", (0, 27)), ("time", (0, 0.05)))
+        for number, end in enumerate(("masks", "width"))
+    },
+    "data.augment": {
+        "room_probability": _share("room", 0.5),
+        "noise_probability": _share("noise", 0.5),
+        "low_pass_probability": _share("low_pass", 0.0),
+    },
+    "adapt": {
+        **{f"{part}_lr_factor": _factor(part) for part in ("encoder", "adapter", "llm")},
+        "unfreeze": Removed(
+            (),
+            'adapt.freeze has it, as "!PATTERN"',
+            lambda value, fields: {"freeze": (*fields.get("freeze", ()), *(f"!{x}" for x in value))},
+        ),
+    },
     "compute": {
         "fp8_experts": Removed(
             False,
@@ -87,8 +163,44 @@ REMOVED: dict[str, dict[str, Removed]] = {
         "remat_encoder": Removed(True, _REMAT, _kept),
         "remat_llm": Removed(True, _REMAT, _kept),
         "remat_keep": Removed("nothing", _REMAT, _kept_of_recomputed),
+        **{
+            name: Removed(
+                "auto",
+                "on GPUs it is kernels that are admitted, and XLA's with compute.attention_backend xla",
+                lambda value, fields, name=name: {} if value == "banded" else {name: value},  # type: ignore[misc]
+            )
+            for name in ("encoder_attention", "scan_backend")
+        },
+        "kernels_unverified": Removed(
+            False,
+            "a back-end that the measurement refuses is not used; compute.attention_backend xla goes on",
+        ),
+        "command_buffers": Removed(
+            True,
+            f'compute.xla_options names what is recorded, as "{_NO_GRAPHS}" for nothing',
+            lambda value, fields: {"xla_options": (_NO_GRAPHS, *fields.get("xla_options", ()))},
+        ),
         "remat_stage": Removed(
             "auto", _REMAT, lambda value, fields: {"remat": "none"} if value == "nothing" else {}
+        ),
+    },
+    "posttraining": {
+        "share_prompts": Removed(
+            True,
+            "answers share the slots of their prompt; those of this config go on without",
+            lambda value, fields: {"share_prompts": value},
+        ),
+    },
+    "rollout": {
+        "tokens_at_once": Removed(8, "the host looks for ended answers every 8 tokens"),
+        "reward_workers": Removed(1, "rewards are computed on half of the machine's cores"),
+        "max_failed_rewards": Removed(0.1, "data.max_skipped_share bounds the groups without rewards too"),
+        "max_logprob_difference": Removed(0.0, "the bound follows from compute.dtype"),
+        "leave_one_out": _advantages(
+            False, {"normalised": "leave_one_out_normalised", "centred": "leave_one_out"}
+        ),
+        "normalise_advantages": _advantages(
+            True, {"normalised": "centred", "leave_one_out_normalised": "leave_one_out"}
         ),
     },
     "model.llm": {
@@ -97,6 +209,8 @@ REMOVED: dict[str, dict[str, Removed]] = {
         ),
     },
     "train": {
+        "beta1": _beta("beta1", 0.9),
+        "beta2": _beta("beta2", 0.95),
         "tensorboard": Removed(
             True,
             "train.trackers names it",
@@ -117,7 +231,6 @@ REPLACED: dict[tuple[str, str, Any], tuple[Any, str]] = {
         "the loss is the same, to rounding (docs/decisions/context_layouts.md)",
     ),
     ("compute", "attention_backend", "batched"): ("auto", _BOUND),
-    ("compute", "encoder_attention", "banded"): ("auto", _BOUND),
 }
 """(group of settings, name, a value that it had once) -> (the value that takes its place, why)."""
 

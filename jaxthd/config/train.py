@@ -42,10 +42,6 @@ class TrainConfig:
     """Steps at the end in which "warmup_stable_decay" lowers the learning rate."""
     min_learning_rate: float = 1e-5
     """Learning rate at the last step, but for the schedule "constant"."""
-    beta1: Decay = 0.9
-    """AdamW's first moment decay."""
-    beta2: Decay = 0.95
-    """AdamW's second moment decay."""
     weight_decay: float = 0.01
     """Decoupled weight decay. It applies to weight matrices, not to biases, norms and per-head scalars."""
     ema_decay: Decay = 0.0

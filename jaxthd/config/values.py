@@ -1,7 +1,10 @@
 """Bounds of single settings, said once, in their annotations: validation and the reference read them."""
 
 import math
+from collections.abc import Mapping, Sequence
 from typing import Annotated, NamedTuple
+
+from jaxthd.errors import UserError
 
 
 class Range(NamedTuple):
@@ -47,3 +50,26 @@ Positive = Annotated[float, Range(0, ends="(]")]
 """A number that 0 would make useless."""
 DERIVED = "derived"
 """Marks, in an Annotated, a field that no command line takes: it is derived, and tests give others."""
+
+
+def numbers_of(
+    setting: str, form: str, given: Sequence[str], defaults: Mapping[str, float]
+) -> dict[str, float]:
+    """The numbers that a setting gives as NAME=NUMBER, over the defaults by name.
+
+    form: the form in the setting's own words, such as "PART=FACTOR". Raises UserError for a text of another
+    form, and for a name without a default.
+    """
+    numbers = dict(defaults)
+    for text in given:
+        name, _, number = text.partition("=")
+        try:
+            numbers = numbers | {name: float(number)}
+        except ValueError:
+            name = ""
+        if name not in defaults:
+            raise UserError(
+                f"{setting} has {text!r}; expected {form} with one of the {form.partition('=')[0].lower()}s "
+                f"{', '.join(defaults)}: correct {setting}"
+            )
+    return numbers

@@ -362,6 +362,10 @@ class SpeechData:
             **({"columns": list(data.columns)} if data.columns else {}),
             **({"filter": bounds} if (bounds := bounds_of(data.filter)) else {}),
             **({"augment": self._augmentation.identity} if self._augmentation else {}),
-            "spec_augment": asdict(data.spec_augment),
+            "spec_augment": {
+                f"{dim}_{name}": value
+                for dim, pair in asdict(data.spec_augment).items()
+                for name, value in zip(("masks", "width"), pair, strict=True)
+            },
             **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
         }

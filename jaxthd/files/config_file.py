@@ -142,6 +142,9 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
             return path
         if there := existing(path):
             return there
+        path, colons, tars = path.partition("::")
+        if colons:
+            return f"{absolute(path)}::{absolute(tars)}"
         source, colon, rest = path.partition(":")
         if colon and source in ("manifest", "shar", "cuts", "huggingface"):
             return f"{source}:{absolute(rest)}"
@@ -160,9 +163,7 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
     data = replace(
         data,
         manifest=each(data.manifest, absolute),
-        tarred_audio=each(data.tarred_audio, absolute),
         validation_manifest=each(data.validation_manifest, of_set),
-        validation_tarred_audio=each(data.validation_tarred_audio, absolute),
         tokenizer=absolute(data.tokenizer),
         augment=replace(
             data.augment,

@@ -55,14 +55,13 @@ class Verdict(NamedTuple):
 
     errors: of each quantity, the largest difference / the largest value; inf where a value is not finite, or
         is not -inf where it should be. Empty if the kernel was not run. bound: on every error.
-    fits: the kernel's requirement holds, and it could be run. is_cached: the errors were found earlier.
+    is_cached: the errors were found earlier.
     """
 
     backend: str
     refusal: str | None
     errors: dict[str, float]
     bound: float
-    fits: bool
     is_cached: bool = False
 
 
@@ -75,7 +74,7 @@ def admit(kernel: Kernel, machine: Machine, folder: Path | None = None) -> Verdi
     """
     reason = next(filter(None, exchange(kernel.unfit(machine))), None)
     if reason:
-        return Verdict(kernel.name, reason, {}, kernel.bound, fits=False)
+        return Verdict(kernel.name, reason, {}, kernel.bound)
     key = _key(kernel, machine)
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     file = (folder or user_cache() / "admission") / f"{kernel.kind}-{kernel.name}-{digest}.json"
@@ -88,12 +87,12 @@ def admit(kernel: Kernel, machine: Machine, folder: Path | None = None) -> Verdi
         except Exception as error:  # a kernel's library may raise anything
             lines = str(error).splitlines()
             what = f"the probe failed with {type(error).__name__}: {lines[0] if lines else ''}"
-            return Verdict(kernel.name, what, {}, kernel.bound, fits=True)
+            return Verdict(kernel.name, what, {}, kernel.bound)
         _write(file, {"measured": time.strftime("%Y-%m-%d"), "errors": errors, **key})
     else:
         errors = stored
     refusal = None if all(error <= kernel.bound for error in errors.values()) else _too_far(kernel, errors)
-    return Verdict(kernel.name, refusal, errors, kernel.bound, fits=True, is_cached=stored is not None)
+    return Verdict(kernel.name, refusal, errors, kernel.bound, is_cached=stored is not None)
 
 
 def as_in_a_step(run: Callable[..., Any]) -> Callable[..., Any]:

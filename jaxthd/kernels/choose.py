@@ -140,12 +140,14 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
     admitted for all shapes of kernels_of_run. All processes call this together.
 
     "auto" becomes the first back-end that every process admits, and one line says why the others are not
-    used; on a CPU it is XLA's code, without a line.
-    say: prints a line. folder: see admit. Raises UserError if the back-end asked for by name is not admitted,
-    unless compute.kernels_unverified is set and it can run here.
+    used; on a CPU, and where the attention is asked to be XLA's, it is XLA's code, without a line.
+    say: prints a line. folder: see admit. Raises UserError if the back-end asked for by name is not admitted.
     """
+    without = config.compute.attention_backend == "xla"
     for choice in CHOICES:
-        config = using(config, **{choice.field: _admitted(config, choice, say, folder)})
+        is_open = getattr(config.compute, choice.field) == "auto"
+        found = choice.plain if without and is_open else _admitted(config, choice, say, folder)
+        config = using(config, **{choice.field: found})
     attention = config.compute.attention_backend
     if "W" in config.model.llm.kinds and for_any_intervals(attention).name != attention:
         say(f"attention in windows: xla; {attention} does not compute it, pallas does")
@@ -167,20 +169,12 @@ def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder
     if asked == "auto":
         return _first_admitted(config, choice, of_shapes, say, folder)
     for kernel in (kernels[asked] for kernels in of_shapes):
-        verdict = admit(kernel, machine, folder)
-        refusal = _refusal(verdict)
-        if refusal is None:
-            continue
-        found = f'compute.{choice.field} is "{asked}", but {refusal} ({kernel.shape}, {machine.kind})'
-        fits = all(exchange(verdict.fits))
-        if fits and config.compute.kernels_unverified:
-            say(f"warning: {found}; it is used all the same, as compute.kernels_unverified says")
-            continue
-        change = f"set compute.{choice.field} to auto or {plain}"
-        more = ", or compute.kernels_unverified to use it all the same" * fits
-        raise UserError(
-            f"{found}; expected a back-end that computes the {kernel.kind} right here: {change}{more}"
-        )
+        if refusal := _refusal(admit(kernel, machine, folder)):
+            raise UserError(
+                f'compute.{choice.field} is "{asked}", but {refusal} ({kernel.shape}, {machine.kind}); '
+                f"expected a back-end that computes the {kernel.kind} right here: set "
+                f"compute.{choice.field} to auto or {plain}"
+            )
     return asked
 
 

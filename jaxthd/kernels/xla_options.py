@@ -39,7 +39,7 @@ OPTIONS = (
         "xla_gpu_enable_command_buffer",
         f"{_COMMANDS},CONDITIONAL,WHILE",
         "CUDA graphs: XLA's default records kernels between loops; layers are a loop here and ring steps are "
-        "conditionals, so both are recorded too, where XLA can (compute.command_buffers)",
+        "conditionals, so both are recorded too, where XLA can",
         _NOT_RUN,
     ),
     Option(
@@ -83,12 +83,8 @@ def compiler_options(config: Config, platform: str) -> dict[str, Value]:
 
     platform: jax's name for the mesh's devices.
     """
-    options: dict[str, Value] = {}
-    if platform == "gpu":
-        options = {option.name: option.value for option in OPTIONS}
-        if not config.compute.command_buffers:
-            options["xla_gpu_enable_command_buffer"] = ""
-    return options | given_options(config)
+    ours = {option.name: option.value for option in OPTIONS} if platform == "gpu" else {}
+    return ours | given_options(config)
 
 
 def given_options(config: Config) -> dict[str, Value]:

@@ -120,10 +120,13 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     paths = _parameter_paths(model)
     has_lora = {part_of(path) for path in paths if is_lora(path)}
 
+    frozen = [pattern for pattern in adapt.freeze if not pattern.startswith("!")]
+    kept = [pattern[1:] for pattern in adapt.freeze if pattern.startswith("!")]
+
     def is_trained(path: Path) -> bool:
-        if is_lora(path) or matches(dotted(path), adapt.unfreeze):
+        if is_lora(path) or matches(dotted(path), kept):
             return True
-        return part_of(path) not in has_lora and not matches(dotted(path), adapt.freeze)
+        return part_of(path) not in has_lora and not matches(dotted(path), frozen)
 
     return nnx.traversals.unflatten_mapping({path: is_trained(path) for path in paths})
 

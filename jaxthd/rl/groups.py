@@ -145,8 +145,8 @@ class Collector:
         rewarded = self._rewards.collect()
         found = advantages(
             [each.rewards for each in rewarded],
-            leave_one_out=self._settings.leave_one_out,
-            normalise=self._settings.normalise_advantages,
+            leave_one_out=self._settings.advantages.startswith("leave_one_out"),
+            normalise=self._settings.advantages.endswith("normalised"),
         )
         seconds["rollout"] += ended - start
         seconds["reward"] += time.perf_counter() - ended

@@ -49,7 +49,7 @@ GRPO_METRICS: list[Metric] = [
         "nats",
         "largest difference of a token's log-probability between drawing and training, with the same weights",
         lambda x: max(update.agreement.largest for update in x.updates),
-        odd="It should be rounding: 1e-5 in float32. rollout.max_logprob_difference ends the run.",
+        odd="It should be rounding: 1e-5 in float32. More than the dtype explains ends the run.",
     ),
     Metric(
         "logprob_difference_mean",

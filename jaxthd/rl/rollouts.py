@@ -28,6 +28,8 @@ from jaxthd.steps.blueprint import Blueprint, Tree
 PAGES = 4
 """Pages of prompts. Few places with long answers then keep no others waiting; half of the pages would do if
 all answers were equally long."""
+TOKENS_AT_ONCE = 8
+"""Tokens that are decoded before the host looks for answers that have ended. It affects speed only."""
 
 
 class Rollout(NamedTuple):
@@ -98,8 +100,7 @@ class Rollouts:
 
     def lowered(self, params: Tree, buffers: Tree) -> dict[str, Any]:
         """The programs of drawing, lowered for weights of these shapes on rollout.mesh; see Drawing."""
-        rollout = self.config.rollout
-        return self._drawing.lowered(params, buffers, self._sampling(), rollout.tokens_at_once)
+        return self._drawing.lowered(params, buffers, self._sampling(), TOKENS_AT_ONCE)
 
     def _sampling(self, temperature: float | None = None) -> Sampling:
         """As config.rollout says, but for a temperature that is given. Raises UserError as check_sampling."""
@@ -165,8 +166,7 @@ class Rollouts:
     ) -> Iterator[tuple[int, list[Rollout]]]:
         """keys: 64 random bits for each answer to each prompt."""
         done: list[dict[int, Rollout]] = [{} for _ in prompts]
-        every = self.config.rollout.tokens_at_once
-        for progress in self._drawing.run(weights, prompts, keys, sampling, every=every):
+        for progress in self._drawing.run(weights, prompts, keys, sampling, every=TOKENS_AT_ONCE):
             if progress.is_over:
                 number, sample, _ = progress.answer
                 group = done[number]

@@ -26,8 +26,8 @@ from jaxthd.steps.state import TrainState
 EXTRAS = (ADVANTAGE, RECORDED, DRAWN)
 """Names of the numbers for each token that a group's documents bring."""
 BOUNDS = {"float64": 1e-5, "float32": 1e-2, "bfloat16": 0.5}
-"""Largest difference of a log-probability between drawing and training, by compute dtype, where
-rollout.max_logprob_difference is 0. The numbers that are compared are stored in float32."""
+"""Largest difference of a log-probability between drawing and training, by compute dtype. The numbers that
+are compared are stored in float32."""
 
 
 class Agreement(NamedTuple):
@@ -59,7 +59,7 @@ class UpdateMaker:
     as many batches of data.rows rows as it fills, with the log-probabilities that they are compared with.
 
     Raises UserError where the policy's log-probabilities are not those recorded while drawing, by more than
-    rollout.max_logprob_difference. An update without documents has one batch of padding.
+    BOUNDS has. An update without documents has one batch of padding.
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh) -> None:
@@ -81,7 +81,7 @@ class UpdateMaker:
         for part in np.array_split(np.arange(len(documents)), rollout.updates):
             packed, report = self._packed([documents[i] for i in part])
             batches, agreement = self._with_old(state, packed)
-            require_agreement(agreement, rollout.max_logprob_difference, self._config.compute.dtype)
+            require_agreement(agreement, self._config.compute.dtype)
             made.append(Update([self._with_scores(state, batch) for batch in batches], report, agreement))
         return made
 
@@ -118,12 +118,11 @@ def _difference(old: Array, recorded: Array, weights: Array) -> tuple[Array, Arr
     return difference.max(), difference.sum(), (weights > 0).sum()
 
 
-def require_agreement(found: Agreement, bound: float, dtype: str) -> None:
-    """Raises UserError where drawing and training differ by more than `bound`; 0: than BOUNDS has."""
-    most = bound or BOUNDS[dtype]
-    if not found.largest <= most:
+def require_agreement(found: Agreement, dtype: str) -> None:
+    """Raises UserError where drawing and training differ by more than BOUNDS has for the compute dtype."""
+    if not found.largest <= BOUNDS[dtype]:
         raise UserError(
             f"the log-probability of a token differs by {found.largest:.3g} between drawing and training; "
-            f"expected at most {most:g} (rollout.max_logprob_difference). The same weights should give the "
-            "same: please report it; a larger bound lets the run go on"
+            f"expected at most {BOUNDS[dtype]:g} in {dtype}. The same weights should give the same: please "
+            "report it; compute.attention_backend xla rules the kernels out"
         )

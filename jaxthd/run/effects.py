@@ -27,13 +27,6 @@ def _has_experts(config: Config) -> bool:
 
 
 NEEDS: dict[str, tuple[Callable[[Config], Any], str]] = {
-    **dict.fromkeys(
-        ("train.beta1", "train.beta2"),
-        (
-            lambda config: config.train.optimizer in ("adamw", "muon"),
-            "the optimizer has settings of its own (train.optimizer_options)",
-        ),
-    ),
     "train.router_bias_rate": (
         lambda config: _has_experts(config) and config.model.llm.router == "sigmoid",
         "the model has no experts with correction biases",

@@ -35,12 +35,12 @@ _SETTINGS = (
 
 def evaluated_settings(config: Config, weights: Sequence[str | Path]) -> dict[str, Any]:
     """The settings that results depend on, as JSON: not the mesh, the kernels and the optimization."""
-    data, train = config.data, config.train
+    data, train, sets = config.data, config.train, config.data.validation_sets
     return {
         "weights": [os.path.abspath(source) for source in weights],
         "checkpoint": None,
-        "sets": {each.name: each.path for each in data.validation_sets},
-        "tarred_audio": data.validation_tarred_audio,
+        "sets": {each.name: each.path for each in sets},
+        "tarred_audio": [each.tars for each in sets] if any(each.tars for each in sets) else "",
         "tokenizer": tokenizer_digest(data.tokenizer),
         **{name: getattr(data, name) for name in _SETTINGS},
         "dtype": config.compute.dtype,

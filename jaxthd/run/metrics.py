@@ -292,7 +292,7 @@ _CAUSES = {
     ),
     "reward_wait": (
         "waiting for rewards after the last answer of a step; not in lines of runs that draw none",
-        "Raise rollout.reward_workers, or make the reward functions faster.",
+        "Make the reward functions faster. They run on half of the machine's cores.",
     ),
     "validating": (
         "validation",

@@ -107,7 +107,7 @@ def check(config: Config, *, data_sets: bool = True) -> None:
     data_sets: whether the config's data sets are read; else what it says about them is not checked.
     """
     if not data_sets:
-        unread: dict[str, Any] = {"manifest": ("unread",), "tarred_audio": (), "weights": ()}
+        unread: dict[str, Any] = {"manifest": ("unread",), "weights": ()}
         config = replace(config, data=replace(config.data, validation_manifest="", **unread))
     for warning in validate(config, DeviceFacts.of_this_machine(needed_vocabulary(config))):
         _say(f"warning: {warning}")

@@ -95,22 +95,33 @@ class Trained(NamedTuple):
 
 @dataclass(frozen=True)
 class AdamW:
-    """AdamW (Loshchilov and Hutter, 2019), with train.beta1 and train.beta2.
+    """AdamW (Loshchilov and Hutter, 2019).
 
-    first_moment: the dtype in which it is held, "own" for the parameter's. An update is computed from it
-    before it is rounded.
+    beta1, beta2: decays of the first and the second moment. first_moment: the dtype in which it is held,
+    "own" for the parameter's. An update is computed from it before it is rounded.
     """
 
+    beta1: float = 0.9
+    beta2: float = 0.95
     first_moment: Literal["own", "bfloat16"] = "own"
+
+    def __post_init__(self) -> None:
+        _check_decays(self.beta1, self.beta2)
 
     def transformation(self, trained: Trained) -> optax.GradientTransformation:
         train = trained.train
-        adam = optax.scale_by_adam(train.beta1, train.beta2)
+        adam = optax.scale_by_adam(self.beta1, self.beta2)
         return optax.chain(  # optax.adamw
             adam if self.first_moment == "own" else _first_moment_held_in(self.first_moment, adam),
             optax.add_decayed_weights(train.weight_decay, trained.decayed),
             optax.scale_by_learning_rate(trained.rates),
         )
+
+
+def _check_decays(beta1: float, beta2: float) -> None:
+    """Raises UserError for a decay of a moment that is no number from 0 to below 1."""
+    for name, decay in (("beta1", beta1), ("beta2", beta2)):
+        _check(name, decay, least=0.0, below=1.0)
 
 
 def _first_moment_held_in(dtype: str, adam: optax.GradientTransformation) -> optax.GradientTransformation:
@@ -137,8 +148,7 @@ class Lion:
     beta2: float = 0.99
 
     def __post_init__(self) -> None:
-        for name in ("beta1", "beta2"):
-            _check(name, getattr(self, name), least=0.0, below=1.0)
+        _check_decays(self.beta1, self.beta2)
 
     def transformation(self, trained: Trained) -> optax.GradientTransformation:
         decay = trained.train.weight_decay
@@ -186,18 +196,22 @@ class Muon:
     """Muon (Jordan et al., 2024) for the matrices that multiply activations, AdamW for the rest: embeddings,
     the head, convolutions, Mamba2's numbers for each head, routers' and norms' vectors, biases.
 
-    beta: the momentum's decay. iterations: of Newton-Schulz. nesterov: the momentum looks ahead. rms: the
-    root mean square of an update's elements over the learning rate; 0.2 is about AdamW's, so that one
-    learning rate serves both (Liu et al., 2025). 0: Jordan's scale instead, sqrt(max(1, outputs / inputs)).
+    beta: the momentum's decay. beta1, beta2: AdamW's. iterations: of Newton-Schulz. nesterov: the momentum
+    looks ahead. rms: the root mean square of an update's elements over the learning rate; 0.2 is about
+    AdamW's, so that one learning rate serves both (Liu et al., 2025). 0: Jordan's scale instead,
+    sqrt(max(1, outputs / inputs)).
     """
 
     beta: float = 0.95
+    beta1: float = 0.9
+    beta2: float = 0.95
     iterations: int = 5
     nesterov: bool = True
     rms: float = 0.2
 
     def __post_init__(self) -> None:
         _check("beta", self.beta, least=0.0, below=1.0)
+        _check_decays(self.beta1, self.beta2)
         _check("iterations", self.iterations, least=1)
         _check("rms", self.rms, least=0.0)
 
@@ -215,7 +229,8 @@ class Muon:
             optax.scale_by_learning_rate(trained.rates),
         )
         labels = jax.tree.map(lambda x: "muon" if x else "adamw", trained.projections)
-        return optax.partition({"muon": matrices, "adamw": AdamW().transformation(trained)}, labels)
+        rest = AdamW(self.beta1, self.beta2).transformation(trained)
+        return optax.partition({"muon": matrices, "adamw": rest}, labels)
 
 
 Kind = AdamW | Adafactor | Lion | Muon

@@ -142,14 +142,15 @@ def parse_command_line(
             f"jaxthd {command} configs/cp2.py"
         )
     settings = open_settings(expand_home(source))
-    default, replaced = _with_removed(settings.config, removed)
     config = tyro.cli(
         Config,
-        default=_with_mesh_of_rollouts(default, overrides),
+        default=_with_mesh_of_rollouts(settings.config, overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
         config=NO_SUBCOMMANDS,
     )
+    # After the present settings, because some removed ones change what these give: manifests and their tars.
+    config, replaced = _with_removed(config, removed)
     config = with_absolute_paths(config, Path.cwd())
     return CommandLine(config, settings.path, settings.run, found, (*replaced, *given))
 

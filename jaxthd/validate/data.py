@@ -17,8 +17,7 @@ _OF_AUDIO = (
     "model.adapter_dim",
     "data.augment.",
     "data.filter.",
-    "data.spec_augment.freq_masks",
-    "data.spec_augment.time_masks",
+    "data.spec_augment.",
     "train.ctc_loss",
 )
 """Settings, or beginnings of their names, that a model without an encoder has no use for."""
@@ -84,14 +83,10 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """The columns of manifests are not known before the data is read."""
-    manifests, tars, weights = config.data.manifest, config.data.tarred_audio, config.data.weights
+    manifests, weights = config.data.manifest, config.data.weights
     if not manifests or "" in manifests:
         change = 'name a manifest in data.manifest, or "synthetic"'
         yield Finding(f"data.manifest is {manifests}", "one path or more, none of them empty", change)
-    if tars and len(tars) != len(manifests):
-        found = f"data.tarred_audio names {len(tars)} sets of tar files for {len(manifests)} manifests"
-        expected = 'one for each manifest ("" for plain files), or none'
-        yield Finding(found, expected, "correct data.tarred_audio")
     if wrong := wrong_weights(weights, len(manifests)):
         yield Finding(*wrong)
     for setting in config.data.columns:
@@ -104,7 +99,7 @@ def _manifests(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks the names of validation sets, and that there is one where prompts are drawn from it."""
     sets = config.data.validation_sets
-    for name, path, _ in sets:
+    for name, path, *_ in sets:
         if not path:
             found = f"data.validation_manifest has a set without a path, {name!r}"
             yield Finding(found, "NAME=PATH, or a path", "name a manifest, or remove the set")
@@ -117,7 +112,7 @@ def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         elif name == "skipped":
             expected = "another, because skipped.jsonl lists the skipped documents"
             yield Finding("data.validation_manifest has the name 'skipped'", expected, "choose another name")
-    for name, count in Counter(name for name, _, _ in sets).items():
+    for name, count in Counter(each.name for each in sets).items():
         if count > 1:
             yield Finding(
                 f"data.validation_manifest has {count} sets of the name {name!r}",
@@ -187,11 +182,25 @@ def _audio(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         found = f"data.augment.low_pass_hz is {augment.low_pass_hz}"
         change = "set it to 2000 4000, for example"
         yield Finding(found, "the least Hz, then the most, from 100 to below 8000", change)
-    if masks.freq_masks and masks.freq_width >= mels:
+    wrong = list(refusals(lambda: augment.probabilities))
+    yield from wrong
+    for change, share in {} if wrong else augment.probabilities.items():
+        if not 0 <= share <= 1:
+            found = f"data.augment.shares has {change}={share:g}"
+            yield Finding(found, "0 to 1, a share of the recordings", "correct data.augment.shares")
+    for name, (count, width), are_sizes, expected in (
+        ("freq", masks.freq, masks.freq[1] >= 1, "mel bands of the widest, 1 or more"),
+        ("time", masks.time, 0 <= masks.time[1] < 1, "the longest, a share from 0 to below 1"),
+    ):
+        if count < 0 or not are_sizes:
+            found = f"data.spec_augment.{name} is ({count}, {width:g})"
+            yield Finding(found, f"the number of masks, and {expected}", f"correct data.spec_augment.{name}")
+    count, width = masks.freq
+    if count > 0 and width >= mels:
         yield Finding(
-            f"data.spec_augment.freq_width is {masks.freq_width} with {mels} mel bands",
-            "less than model.encoder.num_mels, because a mask could cover every band",
-            f"set data.spec_augment.freq_width to {mels // 3}, for example",
+            f"data.spec_augment.freq is ({count}, {width}) with {mels} mel bands",
+            "fewer bands than model.encoder.num_mels, because a mask could cover every band",
+            f"set data.spec_augment.freq to {count} {mels // 3}, for example",
         )
 
 

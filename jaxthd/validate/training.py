@@ -39,15 +39,18 @@ def _kinds(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks that patterns of names match, and that something trains."""
     adapt = config.adapt
-    if not adapt.freeze and not adapt.unfreeze and not adapt.lora_rank:
+    if not adapt.freeze and not adapt.lora_rank:
         return
     model = shapes_of(config)
     if model is None:
         return
     parameters, can_adapt, cannot = parameter_names(model), list(projections(model)), no_projections(model)
-    kinds = [("freeze", parameters), ("unfreeze", parameters)]
-    for field, names in kinds + [("lora_targets", can_adapt)] * (adapt.lora_rank > 0):
-        for pattern, near in unmatched(getattr(adapt, field), names):
+    freeze = [pattern.removeprefix("!") for pattern in adapt.freeze]
+    kinds = [("freeze", freeze, parameters)]
+    for field, patterns, names in kinds + [("lora_targets", list(adapt.lora_targets), can_adapt)] * (
+        adapt.lora_rank > 0
+    ):
+        for pattern, near in unmatched(patterns, names):
             found = f"adapt.{field} {pattern!r} matches nothing"
             if field == "lora_targets" and any(matches(name, [pattern]) for name in cannot):
                 found += " but routers or routed experts, which have no low-rank matrices"

@@ -105,7 +105,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def everything(folder: Path, **changes: Any) -> AugmentConfig:
     manifests = {f"{kind}_manifest": str(folder / f"{kind}.jsonl") for kind in ("noise", "room")}
-    return AugmentConfig(**{"speed": (0.9, 1.0, 1.1), "low_pass_probability": 0.5, **manifests, **changes})
+    return AugmentConfig(**{"speed": (0.9, 1.0, 1.1), "shares": ("low_pass=0.5",), **manifests, **changes})
 
 
 def test_draws_depend_on_seed_epoch_and_document_alone(folder: Path):
@@ -122,7 +122,9 @@ def test_draws_depend_on_seed_epoch_and_document_alone(folder: Path):
     assert len({samples.tobytes() for samples in made.values()}) > 20
     assert {len(samples) for samples in made.values()} == {13_333, 12_000, 10_909}
     # What one change draws does not depend on the others.
-    without_noise = replace(again, noises=(), config=replace(again.config, noise_probability=0.0))
+    without_noise = replace(
+        again, noises=(), config=replace(again.config, shares=("low_pass=0.5", "noise=0"))
+    )
     lengths = [len(without_noise(SPEECH, *at)) for at in made]
     assert lengths == [len(samples) for samples in made.values()]
     assert {len(augment(SPEECH, 0, 0, str(n), changes_speed=False)) for n in range(20)} == {12_000}
@@ -130,7 +132,7 @@ def test_draws_depend_on_seed_epoch_and_document_alone(folder: Path):
 
 def test_shares_and_ratios_are_those_of_the_settings(folder: Path):
     settings = AugmentConfig(
-        noise_manifest=str(folder / "noise.jsonl"), noise_probability=0.3, noise_snr=(3.0, 9.0)
+        noise_manifest=str(folder / "noise.jsonl"), shares=("noise=0.3",), noise_snr=(3.0, 9.0)
     )
     augment = read_augmentation(settings).augmentation
     ratios = []
@@ -209,7 +211,7 @@ def test_a_noise_that_cannot_be_decoded_is_left_out_and_said_once(folder: Path, 
     data = bytearray((tmp_path / "n.flac").read_bytes())
     data[200:-8000] = bytes(len(data) - 8200)  # the header and the last frame are whole
     (tmp_path / "n.flac").write_bytes(data)
-    settings = AugmentConfig(noise_manifest=str(tmp_path / "n.jsonl"), noise_probability=1.0)
+    settings = AugmentConfig(noise_manifest=str(tmp_path / "n.jsonl"), shares=("noise=1",))
     found = []
     for changes in (settings, AugmentConfig()):
         with SpeechData(config(folder, changes), tmp_path).training() as loader:
@@ -234,7 +236,7 @@ def test_manifests_of_noises_must_be_whole(tmp_path: Path, capsys: pytest.Captur
         with pytest.raises(UserError, match=rf"{name}.*{said}"):
             read_recordings(f"{tmp_path}/{{sound.jsonl,{name}}}", "data.x")
     (tmp_path / "n-0-of-2.jsonl").write_bytes(line)
-    read_augmentation(AugmentConfig(noise_manifest=f"{tmp_path}/n-0-of-2.jsonl", noise_probability=1.0))
+    read_augmentation(AugmentConfig(noise_manifest=f"{tmp_path}/n-0-of-2.jsonl", shares=("noise=1",)))
     assert "1 of the 2 parts that n-0-of-2.jsonl's name counts" in capsys.readouterr().out
 
 

@@ -274,7 +274,7 @@ def test_a_position_is_refused_for_other_data_and_kept_for_the_same(folder: Path
         ("template", {"template": "chatml"}),
         ("template_options", {"template_options": "{}"}),
         ("weights", {"weights": (1.0, 2.0)}),
-        ("spec_augment", {"spec_augment": SpecAugmentConfig(freq_masks=1)}),
+        ("spec_augment", {"spec_augment": SpecAugmentConfig(freq=(1, 27))}),
         ("manifest", {"manifest": base.data.manifest[::-1]}),
     ]
     for field, change in changes:

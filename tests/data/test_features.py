@@ -112,7 +112,7 @@ def test_more_bands_than_the_spectrum_can_fill_are_refused():
         mel_filterbank(400)
 
 
-MASKS = SpecAugmentConfig(freq_masks=2, freq_width=5, time_masks=3, time_width=0.1)
+MASKS = SpecAugmentConfig(freq=(2, 5), time=(3, 0.1))
 
 
 def augmented(lengths: list[int], masks: SpecAugmentConfig, seed: int) -> tuple[np.ndarray, np.ndarray]:
@@ -136,12 +136,12 @@ def test_masks_are_bands_and_spans_of_zeros_and_all_else_is_left_alone():
         assert bands.sum() <= 2 * 5
         assert frames.sum() <= 3 * 14
         most_bands, most_frames = max(most_bands, bands.sum()), max(most_frames, frames.sum())
-    assert most_bands >= 8, "widths up to freq_width are drawn"
-    assert most_frames >= 28, "and up to time_width"
+    assert most_bands >= 8, "widths up to the widest are drawn"
+    assert most_frames >= 28, "and up to the longest"
 
 
 def test_every_band_and_every_frame_is_masked_now_and_then():
-    once = SpecAugmentConfig(freq_masks=1, freq_width=16, time_masks=1, time_width=1.0)
+    once = SpecAugmentConfig(freq=(1, 16), time=(1, 1.0))
     shares = [
         np.mean([augmented([9, 4], m, seed)[1] == 0 for seed in range(300)], axis=0) for m in (once, MASKS)
     ]
@@ -151,7 +151,7 @@ def test_every_band_and_every_frame_is_masked_now_and_then():
 def test_a_recording_of_several_chunks_is_masked_as_one():
     whole, cut = (augmented(lengths, MASKS, seed=3)[1] for lengths in ([140], [100, 37, 3]))
     np.testing.assert_array_equal(whole == 0, cut == 0)
-    across = [augmented([20, 20], SpecAugmentConfig(time_masks=1, time_width=0.5), s)[1] for s in range(20)]
+    across = [augmented([20, 20], SpecAugmentConfig(time=(1, 0.5)), s)[1] for s in range(20)]
     assert any((features[19:21] == 0).all() for features in across), "no span crossed the chunks' border"
 
 

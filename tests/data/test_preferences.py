@@ -150,7 +150,7 @@ def test_a_cut_of_shar_has_them_among_its_custom_fields(tmp_path: Path):
 # --- documents ---
 
 CONFIG = Config(
-    data=DataConfig(spec_augment=SpecAugmentConfig(freq_masks=1, freq_width=4)),
+    data=DataConfig(spec_augment=SpecAugmentConfig(freq=(1, 4))),
     model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),
 )
 NOISE = Samples(np.random.default_rng(0).normal(0, 0.1, 24_000).astype(np.float32), 16_000)
@@ -272,8 +272,8 @@ def reasons(workdir: Path) -> list[str]:
 
 def test_pairs_are_mixed_tarred_resumed_and_listed_like_other_data(folder: Path, tmp_path: Path):
     config = run_config(
-        folder, "dpo", "pairs.jsonl", "tarred.jsonl", "mixed.jsonl",
-        tarred_audio=("", str(folder / "audio.tar"), ""), weights=(2.0, 1.0, 1.0), rows=1,
+        folder, "dpo", "pairs.jsonl", f"tarred.jsonl::{folder}/audio.tar", "mixed.jsonl",
+        weights=(2.0, 1.0, 1.0), rows=1,
     )  # fmt: skip
     data = SpeechData(config, tmp_path)
     with data.training() as loader:
@@ -307,9 +307,7 @@ def test_pairs_are_mixed_tarred_resumed_and_listed_like_other_data(folder: Path,
 
 
 def test_a_policys_recordings_are_neither_dithered_nor_masked(folder: Path, tmp_path: Path):
-    data = SpeechData(
-        run_config(folder, "dpo", "tarred.jsonl", tarred_audio=(str(folder / "audio.tar"),)), tmp_path
-    )
+    data = SpeechData(run_config(folder, "dpo", f"tarred.jsonl::{folder}/audio.tar"), tmp_path)
     with data.training() as loader:
         batch, report = next(loader)
     made = SpeechDocuments(CONFIG, ByteTokenizer(), train=False)(

@@ -170,6 +170,6 @@ def test_a_validation_set_that_exists_needs_no_name_before_its_path(
     path.touch()
     for manifest in (str(path), "~/lang=de.jsonl"):
         (found,) = DataConfig(validation_manifest=manifest).validation_sets
-        assert tuple(found) == ("lang-de", manifest, False)
+        assert tuple(found) == ("lang-de", manifest, "", False)
     (found,) = DataConfig(validation_manifest="lang=de.jsonl").validation_sets
-    assert tuple(found) == ("lang", "de.jsonl", True)
+    assert tuple(found) == ("lang", "de.jsonl", "", True)

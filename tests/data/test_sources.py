@@ -17,7 +17,7 @@ import soundfile
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data import speech
 from jaxthd.data.dataset import SpeechData
-from jaxthd.data.sources.registry import training_sources, validation_sources
+from jaxthd.data.sources.registry import validation_sources
 from jaxthd.errors import UserError
 from jaxthd.planning import lengths as planned
 from tests.data.sets import sound, write_arrow, write_parquet, write_tar
@@ -101,21 +101,18 @@ def cut(line: dict[str, Any]) -> dict[str, Any]:
 
 def named(folder: Path, *kinds: str) -> dict[str, Any]:
     """The fields of DataConfig that name the sets of these kinds."""
-    paths = {"plain": "plain/m.jsonl", "tarred": "tarred/manifest__OP_0..2_CL_.json", "shar": "shar"}
+    tars = f"{folder}/tarred/audio__OP_0..2_CL_.tar"
+    paths = {"plain": "plain/m.jsonl", "tarred": f"tarred/manifest__OP_0..2_CL_.json::{tars}", "shar": "shar"}
     paths |= {
         "cuts": "cuts/cuts_{0..1}.jsonl",
         "parquet": "parquet",
         "arrow": "arrow/data-{00000..00001}-of-00002.arrow",
     }
-    tars = tuple(f"{folder}/tarred/audio__OP_0..2_CL_.tar" if k == "tarred" else "" for k in kinds)
-    return {
-        "manifest": tuple(f"{folder}/{paths[k]}" for k in kinds),
-        "tarred_audio": tars if any(tars) else (),
-    }
+    return {"manifest": tuple(f"{folder}/{paths[k]}" for k in kinds)}
 
 
 def config(folder: Path, *kinds: str, **data: Any) -> Config:
-    masks = SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2, time_width=0.2)
+    masks = SpecAugmentConfig(freq=(1, 4), time=(2, 0.2))
     defaults = {"validation_manifest": "", "workers": 0, "rows": 2, "capacity": 128}
     defaults |= {"audio_capacity": 512, "max_documents": 4, "packing_bins": 3, "spec_augment": masks}
     return Config(
@@ -209,9 +206,7 @@ def test_validation_reads_tar_files_and_shar(folder, tmp_path):
     base = config(folder, "plain")
     batches = []
     for kind in KINDS:
-        sets = named(folder, kind)
-        tars = (*sets["tarred_audio"], "")[0]
-        data = replace(base.data, validation_manifest=sets["manifest"][0], validation_tarred_audio=tars)
+        data = replace(base.data, validation_manifest=named(folder, kind)["manifest"][0])
         with SpeechData(replace(base, data=data), tmp_path).validation() as loader:
             batches.append(list(loader))
         (source,) = validation_sources(data).values()
@@ -234,7 +229,7 @@ def test_the_planner_measures_the_same_lengths_and_decodes_nothing(folder, tmp_p
     bare = tmp_path / "bare.json"
     names = ("4.wav", "4-sub1.wav", "7.wav")
     write(bare, [{"audio_filepath": name, "text": "x", "offset": 0.25} for name in names])
-    settings = config(folder, "plain", manifest=(str(bare),), tarred_audio=(f"{folder}/tarred/audio_1.tar",))
+    settings = config(folder, "plain", manifest=(f"{bare}::{folder}/tarred/audio_1.tar",))
     (examples,) = planned.read_examples(settings)
     seconds = soundfile.info(folder / "plain" / "4.wav").duration - 0.25
     samples = [planned.clip_samples(clip) for example in examples for clip in example.clips]
@@ -267,12 +262,7 @@ def test_a_position_belongs_to_what_was_read_wherever_it_lies(folder, tmp_path):
             stream(there, tmp_path / "changed", 1, position)
         file.write_bytes(before)
     stream(there, tmp_path / "there", 1, position)
-    shards = replace(
-        there,
-        data=replace(
-            there.data, manifest=there.data.manifest[::-1], tarred_audio=there.data.tarred_audio[::-1]
-        ),
-    )
+    shards = replace(there, data=replace(there.data, manifest=there.data.manifest[::-1]))
     with pytest.raises(UserError, match=r"another stream of documents \(manifest: "):
         stream(shards, tmp_path / "changed", 1, position)
 
@@ -291,10 +281,7 @@ def test_how_a_manifest_is_cut_into_shards_does_not_matter(folder, tmp_path):
 
 def test_sets_that_are_not_named_as_they_lie_are_refused(folder, tmp_path):
     base = config(folder, "plain", "shar")
-    few = replace(base.data, tarred_audio=("a.tar",))
-    with pytest.raises(UserError, match=r"data\.tarred_audio names 1 tar files for 2 manifests"):
-        training_sources(few)
-    tars = replace(base.data, tarred_audio=("", "a.tar"))
+    tars = replace(base.data, manifest=(f"{folder}/shar::a.tar",))
     with pytest.raises(UserError, match=r"shar \(data\.manifest\) is a folder, and a\.tar its tar files"):
         SpeechData(replace(base, data=tars), tmp_path)
     with pytest.raises(UserError, match=r"plain holds no cuts.*data\.validation_manifest"):

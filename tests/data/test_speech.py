@@ -18,9 +18,7 @@ from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.packing.document import Document
 
 CONFIG = Config(model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)))
-MASKED = replace(
-    CONFIG, data=DataConfig(spec_augment=SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2))
-)
+MASKED = replace(CONFIG, data=DataConfig(spec_augment=SpecAugmentConfig(freq=(1, 4), time=(2, 0.05))))
 TOKENIZER = ByteTokenizer()
 
 

@@ -22,7 +22,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "data.md"
 GOOD = 4
 """Items of every set that nothing is wrong with."""
 Made = tuple[str, str]
-"""(data.manifest, data.tarred_audio)"""
+"""(the manifest, its tar files)"""
 DAMAGE: dict[tuple[str, str], Callable[[Path], Made]] = {}
 
 
@@ -340,8 +340,7 @@ def outcome_of(made: Made, workdir: Path, share: float) -> tuple[str, str]:
     """(what happens, what is said of it)."""
     config = Config(
         data=DataConfig(
-            manifest=(made[0],),
-            tarred_audio=(made[1],) if made[1] else (),
+            manifest=(f"{made[0]}::{made[1]}" if made[1] else made[0],),
             validation_manifest="",
             workers=0,
             packing="padded",

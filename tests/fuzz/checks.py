@@ -1,5 +1,6 @@
 """Reads a data set as a training run does, and compares what it trains on and lists with what was written."""
 
+import argparse
 import os
 import re
 import resource
@@ -32,7 +33,7 @@ CONFIG = Config(
         capacity=256,
         audio_capacity=800,
         max_documents=8,
-        spec_augment=SpecAugmentConfig(freq_masks=1, freq_width=4, time_masks=2),
+        spec_augment=SpecAugmentConfig(freq=(1, 4), time=(2, 0.05)),
     ),
     model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)),
 )
@@ -212,6 +213,14 @@ def run(fuzz: Callable[[Path, int, int, Workers], dict[str, Outcome]], count: in
         violations.append(f"a worker process took {peak / 2**20:.0f} MiB")
     print("\n".join(violations) or "every item that was written is trained on, listed or refused")
     sys.exit(bool(violations))
+
+
+def fuzzer(doc: str | None, count: int) -> argparse.ArgumentParser:
+    """The parser of a fuzzer. doc: its help. count: the default of --count."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=count, help="damaged inputs")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser
 
 
 def _print(kind: str, cells: Sequence[Any]) -> None:

@@ -169,7 +169,7 @@ def check_noises(written: Written, outcome: Outcome) -> None:
                     f"{path}: {len(clips)} noises, {len(skipped)} listed of {len(items)}"
                 )
             for clip in clips:
-                augment = Augmentation(AugmentConfig(noise_probability=1.0), noises=[clip])
+                augment = Augmentation(AugmentConfig(shares=("noise=1",)), noises=[clip])
                 if not np.isfinite(augment(speech, 0, 0, "1:x")).all():
                     outcome.violations.append(f"{path}: samples that are not finite")
     except UserError as error:
@@ -187,7 +187,7 @@ def fuzz(folder: Path, count: int, seed: int, workers: Workers | int) -> dict[st
     make_recordings(folder)
     (folder / "noises.jsonl").write_text(json.dumps(NOISE) + "\n")
     noises, _ = read_recordings(str(folder / "noises.jsonl"), "data.augment.noise_manifest")
-    augment = AugmentConfig(speed=(0.9, 1.1), noise_probability=0.5, low_pass_probability=0.3)
+    augment = AugmentConfig(speed=(0.9, 1.1), shares=("low_pass=0.3",))
     load = SpeechDocuments(
         CONFIG, ByteTokenizer(), train=True, filtered=True, augmentation=Augmentation(augment, noises)
     )

@@ -72,29 +72,15 @@ def test_what_is_not_admitted_is_an_error_with_the_numbers(lines: list[str], tmp
         "expected a back-end that computes the attention right here: set compute.attention_backend to"
         in message
     )
-    assert "or compute.kernels_unverified to use it all the same" in message
     assert not lines
-
-
-def test_the_flag_overrides_a_measurement_and_says_so(lines: list[str], tmp_path: Path):
-    config = asking(attention_backend="te", kernels_unverified=True)
-    assert with_admitted(config, lines.append, tmp_path) == config
-    (line,) = lines
-    assert "dk 7.0e+00" in line
-    assert "used all the same, as compute.kernels_unverified says" in line
-
-
-def test_the_flag_makes_nothing_run_that_cannot(lines: list[str], tmp_path: Path):
-    config = asking(attention_backend="cudnn", kernels_unverified=True)
-    with pytest.raises(UserError, match="it runs on NVIDIA GPUs, and this is cpu") as caught:
-        with_admitted(config, lines.append, tmp_path)
-    assert "kernels_unverified to use" not in str(caught.value)
+    with pytest.raises(UserError, match="it runs on NVIDIA GPUs, and this is cpu"):
+        with_admitted(asking(attention_backend="cudnn"), lines.append, tmp_path)
 
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_auto_takes_the_next_one_and_says_why(lines: list[str], tmp_path: Path, monkeypatch):
     monkeypatch.setitem(BACKENDS, "pallas", BACKENDS["cudnn"]._replace(name="pallas"))
-    config = asking(attention_backend="auto", kernels_unverified=True)
+    config = asking(attention_backend="auto")
     assert with_admitted(config, lines.append, tmp_path).compute.attention_backend == "xla"
     (line,) = lines
     assert line.startswith("attention: xla; not te: it is off from xla")
@@ -169,7 +155,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[Ask]:
         asked.append(Ask(kernel.name, kernel.shape))
         size = getattr(kernel.shape, "tokens", 0), getattr(kernel.shape, "head_dim", 0)
         refusal = "it is too small" if set(REFUSED.get(kernel.name, ())) & set(size) else None
-        return Verdict(kernel.name, refusal, {}, 1.0, fits=True)
+        return Verdict(kernel.name, refusal, {}, 1.0)
 
     monkeypatch.setattr("jaxthd.kernels.choose.admit", admit)
     return asked
@@ -210,7 +196,8 @@ def test_auto_of_the_encoder_on_each_platform(
     monkeypatch.setattr(Machine, "of_this", lambda: replace(GPU, platform=platform))
     monkeypatch.setitem(REFUSED, "pallas", (64,) if platform == "tpu" else ())
     encoder = replace(EncoderConfig(), dim=128, heads=2)
-    config = replace(asking(encoder_attention="auto"), model=ModelConfig(encoder=encoder, llm=LLMConfig()))
+    config = asking(LLMConfig(pattern="-"), attention_backend="auto", encoder_attention="auto")
+    config = replace(config, model=replace(config.model, encoder=encoder))
     assert with_admitted(config, [].append).compute.encoder_attention == want
     help_of_it = " ".join((ROOT / "jaxthd/config/compute.py").read_text().split())
     assert '"auto": pallas on GPUs where it is admitted, else blocks.' in help_of_it
@@ -229,7 +216,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("on_a_gpu")
 def test_the_scan_kernels_are_measured_and_used(lines: list[str], tmp_path: Path):
     for asked in ("pallas", "auto"):
-        config = asking(scan_backend=asked, llm=SMALL)
+        config = asking(replace(SMALL, pattern="M"), attention_backend="auto", scan_backend=asked)
         assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "pallas"
     assert lines == ["scan: pallas"]
     (file,) = tmp_path.iterdir()
@@ -240,7 +227,7 @@ def test_the_scan_kernels_are_measured_and_used(lines: list[str], tmp_path: Path
 def test_a_broken_scan_is_an_error_with_the_numbers(
     lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """As if no document began between chunks: refused, skipped by auto, used where the flag says so."""
+    """As if no document began between chunks: refused, and skipped by auto."""
     monkeypatch.setattr(scan_pallas, "_decays", broken_decays)
     with pytest.raises(UserError) as caught:
         with_admitted(asking(scan_backend="pallas", llm=SMALL), lines.append, tmp_path)
@@ -249,13 +236,10 @@ def test_a_broken_scan_is_an_error_with_the_numbers(
     assert (
         "expected a back-end that computes the scan right here: set compute.scan_backend to auto" in message
     )
-    assert "or compute.kernels_unverified to use it all the same" in message
-    config = asking(scan_backend="auto", llm=SMALL, kernels_unverified=True)
+    config = asking(replace(SMALL, pattern="M"), attention_backend="auto", scan_backend="auto")
     assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "xla"
-    config = asking(scan_backend="pallas", llm=SMALL, kernels_unverified=True)
-    assert with_admitted(config, lines.append, tmp_path) == config
-    assert lines[0].startswith("scan: xla; not pallas: it is off from xla, by y ")
-    assert lines[1].endswith("used all the same, as compute.kernels_unverified says")
+    (line,) = lines
+    assert line.startswith("scan: xla; not pallas: it is off from xla, by y ")
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -267,13 +251,12 @@ def test_gpus_take_large_products_where_no_sizes_are_given(lines: list[str], tmp
 
 @pytest.mark.usefixtures("on_a_gpu")
 def test_a_scan_that_the_kernels_do_not_take_is_left_to_xla(lines: list[str], tmp_path: Path):
-    config = asking(scan_backend="auto", llm=SMALL)
+    config = asking(replace(SMALL, pattern="M"), attention_backend="auto", scan_backend="auto")
     config = using(config, block_sizes=BlockSizes(scan=48))
     assert with_admitted(config, lines.append, tmp_path).compute.scan_backend == "xla"
     assert lines == ["scan: xla; not pallas: chunk 48 is no power of two from 16 up"]
-    with pytest.raises(UserError, match="chunk 48 is no power") as caught:
+    with pytest.raises(UserError, match="chunk 48 is no power"):
         with_admitted(using(config, scan_backend="pallas"), lines.append, tmp_path)
-    assert "kernels_unverified" not in str(caught.value)
 
 
 def test_an_interpreted_scan_is_not_measured(lines: list[str], tmp_path: Path):
@@ -281,6 +264,14 @@ def test_an_interpreted_scan_is_not_measured(lines: list[str], tmp_path: Path):
     assert with_admitted(config, lines.append, tmp_path) == config
     assert not lines
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_no_kernels_are_used_where_the_attention_is_asked_to_be_xla_s(lines: list[str], tmp_path: Path):
+    config = asking(SMALL, encoder_attention="auto", scan_backend="auto")
+    found = with_admitted(config, lines.append, tmp_path).compute
+    assert (found.attention_backend, found.scan_backend, found.encoder_attention) == ("xla", "xla", "blocks")
+    assert not lines
 
 
 def test_what_no_layer_uses_is_not_measured(lines: list[str], tmp_path: Path):
@@ -340,7 +331,7 @@ SHORT = EncoderConfig(num_mels=16, layers=1, dim=32, heads=2, ffn_dim=16, chunk_
 def test_the_encoder_s_kernels_are_measured_and_a_broken_one_is_refused(
     lines: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    config = asking(encoder_attention="auto")
+    config = asking(LLMConfig(pattern="-"), attention_backend="auto", encoder_attention="auto")
     config = replace(config, model=replace(config.model, encoder=SHORT))
     assert with_admitted(config, lines.append, tmp_path).compute.encoder_attention == "pallas"
     assert lines == ["encoder attention: pallas"]

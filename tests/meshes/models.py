@@ -47,8 +47,10 @@ UNEVEN = {2: "ME*|-ME*-", 4: "M|E*-M|E*|-", 8: "M|E|*|-|M|E|*|-"}
 PLAIN = AdaptConfig()
 """Every parameter is trained."""
 ADAPTED = AdaptConfig(
-    freeze=("encoder.blocks.conv.norm.*", "adapter.up.w"),
-    unfreeze=("decoder.*.norm.weight", "head", "encoder.subsampling.*"),
+    freeze=(
+        *("encoder.blocks.conv.norm.*", "adapter.up.w"),
+        *("!decoder.*.norm.weight", "!head", "!encoder.subsampling.*"),
+    ),
     lora_rank=3,
     lora_alpha=4.5,
     lora_targets=("decoder.*", "encoder.blocks.attention.*"),

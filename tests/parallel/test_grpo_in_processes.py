@@ -46,12 +46,11 @@ def config(manifest: Path) -> Config:
     model = replace(base.model, llm=replace(base.model.llm, pattern="M*"))
     compute = replace(base.compute, remat="none")
     rewards = (*base.rollout.rewards, "fails_on_some.sometimes=0.1")
-    rollout = replace(
-        base.rollout, rewards=rewards, reward_folders=(str(manifest.parent),), max_failed_rewards=1.0
-    )
+    rollout = replace(base.rollout, rewards=rewards, reward_folders=(str(manifest.parent),))
+    data = replace(base.data, max_skipped_share=1.0)
     train = replace(base.train, steps=STEPS, validate_every=STEPS)
     mesh = MeshConfig(data=2, context=2)
-    return replace(base, mesh=mesh, model=model, compute=compute, rollout=rollout, train=train)
+    return replace(base, mesh=mesh, data=data, model=model, compute=compute, rollout=rollout, train=train)
 
 
 @pytest.fixture(scope="module")
@@ -159,7 +158,7 @@ def test_each_process_rewards_a_share_and_all_have_the_same(
             rewarder = (first, second)[process]
             for number in (3, 8):
                 rewarder.submit(number, group(number))
-            with pytest.raises(UserError, match="max_failed_rewards") as raised:
+            with pytest.raises(UserError, match="max_skipped_share") as raised:
                 rewarder.collect()
             return str(raised.value)
 

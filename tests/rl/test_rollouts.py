@@ -68,7 +68,6 @@ CONFIG = Config(
     rollout=RolloutConfig(
         group_size=GROUP,
         answers_at_once=8,
-        tokens_at_once=3,
         max_new_tokens=NEW,
         temperature=0.8,
         top_p=0.9,

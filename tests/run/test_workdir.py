@@ -72,8 +72,7 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
     others = {
         "mesh": MeshConfig(data=2, context=4),
         "data.manifest": ("moved.jsonl",),
-        "data.tarred_audio": ("moved.tar",),
-        "data.validation_tarred_audio": "moved.tar",
+        "data.validation_manifest": "moved.jsonl::moved.tar",
         "data.workers": 7,
         "compute.context_exchange": "all_gather",
         "compute.remat": "none",
@@ -178,7 +177,6 @@ def test_a_run_without_a_checkpoint_starts_from_other_weights(tmp_path: Path):
         ("train.aux_loss", 0.1, 5, "no experts"),
         ("train.mtp_loss", 0.5, 5, "no multi-token prediction"),
         ("train.ctc_max_labels", 64, 5, "ctc_loss is 0"),
-        ("train.beta1", 0.8, 5, ""),
         ("train.profile", "2:4", 5, "steps up to 4 are done"),
         ("train.profile", "4:6", 5, ""),
     ],

@@ -134,7 +134,7 @@ def test_gradients_in_the_compute_dtype_are_those_in_float32_but_for_rounding():
     config = Config(
         model=ModelConfig(encoder=None, llm=llm),
         compute=ComputeConfig(dtype="bfloat16"),
-        adapt=AdaptConfig(lora_rank=2, lora_targets=("*.q", "*.up"), unfreeze=("*",)),
+        adapt=AdaptConfig(lora_rank=2, lora_targets=("*.q", "*.up"), freeze=("!*",)),
     )
     blueprint, mesh = Blueprint(config), make_mesh(MeshConfig())
     state = filled_state(blueprint, mesh)

@@ -114,7 +114,7 @@ def _form_of_text(head: bytes) -> tuple[str, str] | None:
             article = "an" if suffix == ".arrow" else "a"
             return f"{article} {suffix[1:]} file", f"rename it to end in {suffix}"
     if head[257:262] == b"ustar":
-        return "a tar file", "name the manifest of its recordings, and the tar file in tarred_audio"
+        return "a tar file", "name the manifest of its recordings before it: MANIFEST::TARS"
     if _UTF16.match(head):
         return "text in UTF-16", "convert it with iconv -f UTF-16 -t UTF-8"
     lines = [line.strip() for line in head.removeprefix(b"\xef\xbb\xbf").splitlines() if line.strip()]

@@ -38,6 +38,8 @@ def read_augmentation(config: AugmentConfig) -> AugmentationData:
     """
     found: dict[str, list[Clip]] = {"noise": [], "room": []}
     skipped, identity = {}, json.loads(json.dumps(asdict(config)))
+    del identity["shares"]  # data positions hold each by itself
+    identity |= {f"{change}_probability": share for change, share in config.probabilities.items()}
     for kind, clips in found.items():
         path, setting = getattr(config, f"{kind}_manifest"), f"data.augment.{kind}_manifest"
         if path:

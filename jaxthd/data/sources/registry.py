@@ -12,6 +12,7 @@ import re
 from dataclasses import replace
 
 from jaxthd.config import DataConfig
+from jaxthd.config.data import split_tars
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped, numbered_key
 from jaxthd.data.sources.cuts import CutSource
@@ -87,19 +88,13 @@ def read_source(source: Source, data: DataConfig, number: int = 0) -> tuple[list
 
 
 def training_sources(data: DataConfig, *, prompts: bool = False) -> list[Source]:
-    """The data sets of data.manifest and data.tarred_audio. prompts: as in SourceSetting.
+    """The data sets of data.manifest. prompts: as in SourceSetting.
 
-    Raises UserError if their numbers differ, or if data.columns is set and none of the data sets reads it.
+    Raises UserError if data.columns is set and none of the data sets reads it.
     """
-    tars = data.tarred_audio or ("",) * len(data.manifest)
-    if len(tars) != len(data.manifest):
-        raise UserError(
-            f"data.tarred_audio names {len(tars)} tar files for {len(data.manifest)} manifests; expected one "
-            'for each manifest ("" for one with plain files), or none: correct data.tarred_audio'
-        )
     sources = [
-        open_source(SourceSetting(path, "data.manifest", tar, "training", prompts=prompts))
-        for path, tar in zip(data.manifest, tars, strict=True)
+        open_source(SourceSetting(path, "data.manifest", tars, "training", prompts=prompts))
+        for path, tars in map(split_tars, data.manifest)
     ]
     if data.columns and not any(source.reads_columns for source in sources):
         raise UserError(
@@ -110,22 +105,9 @@ def training_sources(data: DataConfig, *, prompts: bool = False) -> list[Source]
 
 
 def validation_sources(data: DataConfig, *, prompts: bool = False) -> dict[str, Source]:
-    """The data sets of data.validation_manifest by name, with data.validation_tarred_audio. prompts: as in
-    SourceSetting.
-
-    Raises UserError if their numbers differ.
-    """
-    sets, tars = data.validation_sets, data.validation_tarred_audio
-    tars = (tars,) if isinstance(tars, str) else tars
-    tars = ("",) * len(sets) if tars in ((), ("",)) else tars
-    if len(tars) != len(sets):
-        raise UserError(
-            f"data.validation_tarred_audio names {len(tars)} tar files for {len(sets)} validation sets; "
-            'expected one for each ("" for one with plain files), or none: correct '
-            "data.validation_tarred_audio"
-        )
+    """The data sets of data.validation_manifest by name. prompts: as in SourceSetting."""
     field = "data.validation_manifest"
     return {
-        each.name: open_source(SourceSetting(each.path, field, tar, "validation", prompts=prompts))
-        for each, tar in zip(sets, tars, strict=True)
+        each.name: open_source(SourceSetting(each.path, field, each.tars, "validation", prompts=prompts))
+        for each in data.validation_sets
     }

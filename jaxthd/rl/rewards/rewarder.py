@@ -92,14 +92,16 @@ class Rewarder(AbstractContextManager["Rewarder"]):
 
     @classmethod
     def of(cls, config: Config) -> "Rewarder":
-        """The functions of rollout.rewards. Raises UserError as the class does."""
+        """The functions of rollout.rewards, in a process for every second core of the machine. A process is
+        started when a group waits for it. Raises UserError as the class does.
+        """
         rollout = config.rollout
         return cls(
             reward_settings(config),
             seconds=rollout.reward_seconds,
-            workers=rollout.reward_workers,
+            workers=min(rollout.prompts, max(1, (os.cpu_count() or 1) // 2)),
             folders=(os.getcwd(), *rollout.reward_folders),
-            max_failed_share=rollout.max_failed_rewards,
+            max_failed_share=config.data.max_skipped_share,
         )
 
     def close(self) -> None:
@@ -148,7 +150,7 @@ class Rewarder(AbstractContextManager["Rewarder"]):
         if failed > self._max_failed_share * WINDOW:
             raise UserError(
                 f"{failed} of the last {len(self._recent)} groups have no rewards; expected at most "
-                f"{self._max_failed_share:.0%} of {WINDOW} (rollout.max_failed_rewards). The last one: the "
+                f"{self._max_failed_share:.0%} of {WINDOW} (data.max_skipped_share). The last one: the "
                 f"function {last.function}, prompt {last.key!r}: {last.reason}. Correct the function or "
                 "rollout.rewards, or raise rollout.reward_seconds if it is slow"
             )

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, RolloutConfig
+from jaxthd.config import Config, DataConfig, RolloutConfig
 from jaxthd.rl.rewards import Group
 from jaxthd.rl.rewards.registry import BUILT_IN
 from jaxthd.rl.rewards.rewarder import Rewarder
@@ -81,7 +81,8 @@ def random_group(seed: int, number: int) -> Group:
 def test_every_group_is_rewarded_within_bounds_or_reported(name: str, count: int):
     """Empty texts, control characters, lone surrogates, long repetitions, fields of every JSON type."""
     options = tuple(option for option in OPTIONS if option.startswith(f"{name}."))
-    config = Config(rollout=RolloutConfig(rewards=(name,), reward_options=options, max_failed_rewards=1.0))
+    rollout = RolloutConfig(rewards=(name,), reward_options=options)
+    config = Config(data=DataConfig(max_skipped_share=1.0), rollout=rollout)
     least = -math.inf if name == "wer" else -1.0
     with Rewarder.of(config) as rewarder:
         for number in range(count):

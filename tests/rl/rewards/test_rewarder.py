@@ -59,9 +59,7 @@ def patient() -> Iterator[Rewarder]:
 
 
 def test_rewards_are_weighted_sums_in_the_order_asked_for():
-    config = Config(
-        rollout=RolloutConfig(rewards=("wer=2", f"{HERE}.words=0.5", "length=0"), reward_workers=2)
-    )
+    config = Config(rollout=RolloutConfig(rewards=("wer=2", f"{HERE}.words=0.5", "length=0")))
     groups = [group("one", "one two", "", reference="one two", key=str(n)) for n in range(6)]
     with Rewarder.of(config) as rewards:
         for number in reversed(range(6)):

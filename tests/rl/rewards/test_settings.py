@@ -141,8 +141,8 @@ def test_bad_settings_are_a_users_matter(
 
 
 def test_a_function_beside_the_config_file_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """Also where the run is continued from its workdir alone: the folder is a setting."""
-    for folder in ("configs", "more", "here"):
+    """Also where the run is continued from its workdir alone, which keeps the folder."""
+    for folder in ("configs", "here"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / f"{folder}_rewards.py").write_text(
             "def f(group): return [1 for _ in group.answers]"
@@ -151,16 +151,16 @@ def test_a_function_beside_the_config_file_is_found(tmp_path: Path, monkeypatch:
     file.write_text(
         "from jaxthd.config import Config, RolloutConfig\n"
         "def config():\n"
-        "    names = ('configs_rewards.f=2', 'more_rewards.f', 'here_rewards.f')\n"
-        "    return Config(rollout=RolloutConfig(rewards=names, reward_folders=('../more',)))\n"
+        "    names = ('configs_rewards.f=2', 'here_rewards.f')\n"
+        "    return Config(rollout=RolloutConfig(rewards=names))\n"
     )
     monkeypatch.chdir(tmp_path / "here")
     loaded = load_config(file)
-    assert loaded.rollout.reward_folders == (f"{tmp_path}/more", f"{tmp_path}/configs")
+    assert loaded.rollout.reward_folders == (f"{tmp_path}/configs",)
     with Rewarder.of(loaded) as rewards:
         rewards.submit(0, group("a"))
         (found,) = rewards.collect()
-    assert found.rewards == (4,)
+    assert found.rewards == (3,)
     assert load_config(Path(__file__).parents[3] / "configs" / "single.py").rollout.reward_folders == ()
 
 
