@@ -15,7 +15,10 @@ from jaxthd.config import (
     AdaptConfig,
     Config,
     DataConfig,
+    EncoderConfig,
+    LLMConfig,
     MeshConfig,
+    ModelConfig,
     PostTrainingConfig,
     RolloutConfig,
     TrainConfig,
@@ -26,11 +29,9 @@ from jaxthd.grpo import grpo
 from jaxthd.rl.updates import BOUNDS, Agreement, require_agreement
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
-from tests import survival
 from tests.shared_programs import shared_programs, without_clock
 
 STEPS, EVERY = 4, 2
-MODEL = survival.config().model
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -61,7 +62,14 @@ def config_of(manifest: Path) -> Config:
             max_documents=8,
             rows=2,
         ),
-        model=replace(MODEL, llm=replace(MODEL.llm, pattern="M*-")),
+        model=ModelConfig(
+            encoder=EncoderConfig(
+                num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
+            ),
+            llm=LLMConfig(
+                pattern="M*-", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=4, mamba_head_dim=8
+            ),
+        ),
         posttraining=PostTrainingConfig(reference_every=3),
         rollout=RolloutConfig(
             prompts=4,
