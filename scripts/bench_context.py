@@ -34,9 +34,9 @@ import numpy as np
 from jaxthd.config import DataConfig, LLMConfig
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
-from jaxthd.packing.balance import attention_work, imbalance
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import encoder_frames
+from jaxthd.packing.layout import attention_work, imbalance
 from jaxthd.planning.layouts import state_bytes
 from jaxthd.planning.program import compiled
 from scripts.benchmark import Claim, benchmark, conclude, show

@@ -16,10 +16,9 @@ from jaxthd.config import Config, MeshConfig
 from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
-from jaxthd.packing.balance import attention_work
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import SUBSAMPLING, Document
-from jaxthd.packing.layout import ContextLayout, DualChunkSwap, inverse_permutation
+from jaxthd.packing.layout import ContextLayout, DualChunkSwap, attention_work, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.packing.thd_view import thd_view

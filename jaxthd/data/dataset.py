@@ -10,6 +10,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
@@ -282,10 +284,10 @@ class SpeechData:
         **more: Any,
     ) -> Loader:
         """A loader of these sources' examples. counts_reads: whether the items that it reads are counted."""
-        listed = self._on_skip(sources)
+        listed, skipped = self._on_skip(sources), self.skipped if jax.process_count() > 1 else None
         more |= {"on_skip": listed, "workers": self._workers, "prefetch": self._prefetch}
         more |= {"on_read": listed.read} if counts_reads else {}
-        return make_loader(examples, documents, self._config, rows=rows, skipped=self.skipped, **more)
+        return make_loader(examples, documents, self._config, rows=rows, skipped=skipped, **more)
 
     def close(self) -> None:
         """Ends the worker processes and the count. Close the loaders before."""

@@ -14,9 +14,8 @@ import grain
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.mixing import require_weights
-from jaxthd.data.packer import OnSkip, PackDocuments, log_skip, pack_documents
+from jaxthd.data.packer import OnSkip, PackDocuments, RowDocuments, log_skip, pack_documents
 from jaxthd.data.position import DataSets, Position
-from jaxthd.data.runs import RowDocuments
 from jaxthd.data.skipped import SkipLog
 from jaxthd.data.stream import Load, OnRead, epochs_of, row_streams
 from jaxthd.data.workers import Workers

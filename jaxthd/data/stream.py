@@ -17,8 +17,7 @@ import grain
 
 from jaxthd.data.filters import by_setting
 from jaxthd.data.mismatched import WithMismatched
-from jaxthd.data.packer import PackDocuments
-from jaxthd.data.runs import JudgedDocument
+from jaxthd.data.packer import JudgedDocument, PackDocuments
 from jaxthd.data.skipped import FILTERED, Skipped
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError

@@ -16,10 +16,9 @@ from jaxtyping import Bool, Float32, Int
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.packing.assignment import Shares, Size
-from jaxthd.packing.balance import order_documents
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.from_padded import packed_from_padded
-from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.layout import ContextLayout, order_documents
 from jaxthd.packing.pack import TokenArrays, laid_out
 from jaxthd.packing.thd_view import ABSENT, cumulative, stack_filled
 

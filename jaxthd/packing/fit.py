@@ -1,4 +1,4 @@
-"""Decides whether documents fit a buffer, for all code that packs."""
+"""Decides whether documents fit a buffer, and where its audio ranks hold their encoder chunks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from typing import NamedTuple
 
 from jaxthd.config import Config
 from jaxthd.packing.assignment import Placement, Shares, Size
-from jaxthd.packing.balance import place_chunks
 from jaxthd.packing.document import SUBSAMPLING, Document, segment_lengths
 
 
@@ -206,3 +205,43 @@ class BufferLimits:
                 f"{self.shares.most_cut} of them cut; raise context_cuts or capacity, or pack fewer a row"
             )
         return placed
+
+
+def place_chunks(frames: Sequence[int], ranks: int, rank_frames: int) -> list[int]:
+    """The mel frame, of those of all audio ranks, at which each encoder chunk begins.
+
+    frames: mel frames of each chunk, multiples of 8; all ranks together hold them. rank_frames: mel frames
+    that a rank holds, a multiple of 8. Rank r holds the frames from r * rank_frames on.
+    No chunk is cut over ranks if assign_chunks finds such an assignment. Otherwise they lie one after the
+    other, and each boundary between two ranks cuts at most one.
+    """
+    whole = assign_chunks(frames, ranks, rank_frames)
+    free = [rank * rank_frames for rank in range(ranks)]
+    starts = []
+    for i, length in enumerate(frames):
+        rank = 0 if whole is None else whole[i]
+        starts.append(free[rank])
+        free[rank] += length
+    return starts
+
+
+def assign_chunks(frames: Sequence[int], ranks: int, capacity_per_rank: int) -> list[int] | None:
+    """Assigns whole encoder chunks to ranks, evenly by mel frames. Returns each chunk's rank, or None.
+
+    frames: mel frames of each chunk, multiples of 8. capacity_per_rank: mel frames a rank holds.
+    The longest chunk goes first, to the least loaded rank. If that overflows, the longest goes first to the
+    fullest rank that has room for it.
+    Whether it succeeds does not depend on the order of `frames`.
+    """
+    longest_first = sorted(range(len(frames)), key=lambda i: -frames[i])
+    for even in (True, False):
+        load, out = [0] * ranks, [0] * len(frames)
+        for i in longest_first:
+            fitting = [r for r in range(ranks) if load[r] + frames[i] <= capacity_per_rank]
+            if not fitting:
+                break
+            out[i] = min(fitting, key=lambda r: load[r] if even else -load[r])
+            load[out[i]] += frames[i]
+        else:
+            return out
+    return None

@@ -18,19 +18,25 @@ one, side by side, then those of the second. So what may have to be exchanged is
 slots. The row in document order is all cut documents, then the whole ones and the padding of rank 0, then
 those of rank 1; on each rank, too, tokens lie in document order. `cuts`, the length of each cut document's
 chunks, tells all of this; packing/assignment.py chooses it.
+
+The attention work of a token is position + 1, the number of keys it attends to. Under the whole-buffer layout
+the documents may have any order in the buffer, and the order decides how even the work is (order_documents).
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, Shaped
 
 from jaxthd.config import Config
 
 LayoutKind = Literal["buffer", "whole"]
 Cuts = Int[np.ndarray, " K"]
 """Slots of a context chunk of each document that is cut, one after the other; 0 for none."""
+ROUNDS = 12
+"""Rounds of 32 candidate orders that order_documents tries."""
 
 
 @dataclass(frozen=True)
@@ -199,3 +205,111 @@ def inverse_permutation(perm: Int[np.ndarray, " length"]) -> Int32[np.ndarray, "
     inverse = np.empty(len(perm), np.int32)
     inverse[perm] = np.arange(len(perm), dtype=np.int32)
     return inverse
+
+
+def attention_work(
+    positions: Int[np.ndarray, " T"], segment_ids: Int[np.ndarray, " T"], context: int
+) -> Int[np.ndarray, " context"]:
+    """Attention work of each context rank: the sum over its document tokens of position + 1, int64 [context].
+
+    positions, segment_ids: in context-layout order (rank-major); segment 0 is padding and costs nothing. The
+    position of a token in a segment that continues a prompt counts from the prompt's beginning.
+    """
+    work = np.where(segment_ids > 0, positions.astype(np.int64) + 1, 0)
+    return work.reshape(context, -1).sum(1)
+
+
+def imbalance(work: Shaped[np.ndarray, " ranks"]) -> float:
+    """Work of the busiest rank / mean, at least 1.0; 1.0 if there is no work."""
+    return float(work.max() * len(work) / work.sum()) if work.sum() else 1.0
+
+
+def order_documents(
+    lengths: Sequence[int],
+    capacity: int,
+    context: int,
+    seed: int,
+    slots: Sequence[int] | None = None,
+    work: Sequence[Int[np.ndarray, " _"]] | None = None,
+) -> tuple[list[int], float]:
+    """Finds an order of the documents in a buffer that balances attention work over context ranks.
+
+    lengths: tokens of each document. slots: slots that each takes in the buffer, if more than its length.
+    work: attention work of each document's slots, where it is not 1, 2, 3, ... as of one sequence.
+    capacity: token slots of the buffer, a multiple of 2 * context. seed: seeds the random candidates;
+        the same arguments give the same order.
+    Returns (order, imbalance): order[i] is the i-th document of the buffer. The result is never worse
+    than the given order; context 1 keeps that. Candidates are the given order, longest first, longest dealt
+    to 2, context and 2 * context piles, and random shuffles; then pairs of the best are swapped, until ROUNDS
+    x 32 candidates are compared.
+    Raises ValueError if the documents do not fit the capacity.
+    """
+    n = np.asarray(lengths, np.int64)
+    taken = n if slots is None else np.asarray(slots, np.int64)
+    if taken.sum() > capacity:
+        raise ValueError(f"documents take {int(taken.sum())} slots, the buffer has {capacity}")
+    given = np.arange(len(n))
+    if context == 1 or not len(n):
+        return given.tolist(), 1.0
+    rng = np.random.default_rng(seed)
+    falling = np.argsort(-n, kind="stable")
+    dealt = [falling[np.argsort(given % piles, kind="stable")] for piles in (2, context, 2 * context)]
+    shuffled = rng.permuted(np.tile(given, (27, 1)), axis=1)
+    candidates = np.concatenate([np.stack([given, falling, *dealt]), shuffled])
+    best, best_cost = given, np.inf
+    of_slots = [np.arange(1, length + 1) for length in n] if work is None else work
+    below = _WorkBelow.of(of_slots, taken)
+    for _ in range(ROUNDS):
+        of_ranks = _rank_work(candidates, below, taken, capacity, context)
+        cost = of_ranks.max(1) * context / max(int(of_ranks[0].sum()), 1)
+        if cost.min() < best_cost:
+            best, best_cost = candidates[np.argmin(cost)], cost.min()
+        candidates = np.tile(best, (len(candidates), 1))
+        pairs = rng.integers(len(n), size=(len(candidates), 2))
+        each = np.arange(len(candidates))[:, None]
+        candidates[each, pairs] = candidates[each, pairs[:, ::-1]]
+    return best.tolist(), float(best_cost) if below.whole.sum() else 1.0
+
+
+class _WorkBelow(NamedTuple):
+    """The work of each document's first slots. table: by the number of slots, document after document.
+
+    first: where each document begins in the table. whole: the work of each document.
+    """
+
+    table: Int[np.ndarray, " _"]
+    first: Int[np.ndarray, " D"]
+    whole: Int[np.ndarray, " D"]
+
+    @classmethod
+    def of(cls, work: Sequence[Int[np.ndarray, " _"]], slots: Int[np.ndarray, " D"]) -> "_WorkBelow":
+        first = np.cumsum(slots + 1) - (slots + 1)
+        table = np.zeros(int((slots + 1).sum()), np.int64)
+        for start, of_document in zip(first, work, strict=True):
+            table[start + 1 : start + 1 + len(of_document)] = of_document
+        # Summed over all documents; a document's own sums begin at the table's value at its start.
+        table = np.cumsum(table)
+        return cls(table, first, table[first + slots] - table[first])
+
+
+def _rank_work(
+    orders: np.ndarray, work: _WorkBelow, slots: np.ndarray, capacity: int, context: int
+) -> np.ndarray:
+    """Attention work per rank of each candidate order [C, D], int64 [C, context], by prefix sums.
+
+    The work before the boundary of a context chunk is that of the documents before the one that the boundary
+    divides, plus that of this document's slots before the boundary.
+    """
+    whole, taken = work.whole[orders], slots[orders]
+    starts = np.cumsum(taken, 1) - taken
+    before = np.cumsum(whole, 1) - whole
+    bounds = np.arange(2 * context + 1) * (capacity // (2 * context))
+    row = np.arange(len(orders))[:, None] * (capacity + 1)  # one search over all candidates
+    cut = np.searchsorted((starts + row).ravel(), (bounds + row).ravel(), side="right") - 1
+    inside = np.clip(np.tile(bounds, len(orders)) - starts.ravel()[cut], 0, taken.ravel()[cut])
+    first = work.first[orders].ravel()[cut]
+    within = work.table[first + inside] - work.table[first]
+    below = (before.ravel()[cut] + within).reshape(len(orders), -1)
+    chunk = np.diff(below, axis=1)
+    first, second = DualChunkSwap(context).chunks(np.arange(context))
+    return chunk[:, first] + chunk[:, second]

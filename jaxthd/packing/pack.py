@@ -14,11 +14,10 @@ from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
 from jaxthd.errors import UserError
 from jaxthd.packing.assignment import Placement, Shares
-from jaxthd.packing.balance import attention_work, imbalance, order_documents
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
 from jaxthd.packing.document import SUBSAMPLING, Document, document_segments, encoder_frames
 from jaxthd.packing.fit import BufferLimits
-from jaxthd.packing.layout import ContextLayout, LayoutKind
+from jaxthd.packing.layout import ContextLayout, LayoutKind, attention_work, imbalance, order_documents
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,11 @@ import numpy as np
 from jaxtyping import Int
 
 from jaxthd.config import Config, DataConfig, Packing
+from jaxthd.data.best_fit import pack_stream
 from jaxthd.packing.assignment import Placement, Shares
-from jaxthd.packing.balance import attention_work, imbalance, order_documents
-from jaxthd.packing.best_fit import pack_stream
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits, Fit
-from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.layout import ContextLayout, attention_work, imbalance, order_documents
 from jaxthd.packing.waiting import next_row
 from jaxthd.planning.lengths import Lengths, slots_of
 

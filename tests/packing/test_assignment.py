@@ -8,10 +8,9 @@ import pytest
 
 from jaxthd.config import ComputeConfig, Config, MeshConfig
 from jaxthd.packing.assignment import EVEN_ENOUGH, FULL, Placement, Shares, Size
-from jaxthd.packing.balance import attention_work
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
-from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.layout import ContextLayout, attention_work
 from jaxthd.packing.pack import pack_row
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxthd.packing.best_fit import PackedWindow, is_complete, pack_stream, pack_window
+from jaxthd.data.best_fit import PackedWindow, is_complete, pack_stream, pack_window
 from jaxthd.planning.simulate import pack_lengths
 
 
