@@ -1,11 +1,13 @@
 """Best-fit decreasing: windows of documents, the largest first, each into the fullest buffer that it fits."""
 
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from operator import attrgetter
+from typing import Any, NamedTuple, TypeVar
 
 import grain
 import numpy as np
 
+T = TypeVar("T")
 Size = tuple[int, ...]
 """A document's demand of each thing that a buffer has a limit of."""
 
@@ -59,20 +61,31 @@ def pack_window(
     return PackedWindow(sorted(map(sorted, buffers)), left)
 
 
+def next_window(
+    carried: Sequence[T], following: Iterator[T], size: Callable[[T], Size], limits: Size, buffers: int
+) -> tuple[PackedWindow, list[T], bool]:
+    """Reads and packs a window: (it, its documents, whether it is the last).
+
+    carried: the documents that it begins with. following: those after them, which it reads until they fill
+    about `buffers` buffers. size: of a document.
+    """
+    window = list(carried)
+    total = tuple(sum(size(x)[k] for x in window) for k in range(len(limits)))
+    while not (is_whole := is_complete(total, limits, buffers)):
+        document = next(following, None)
+        if document is None:
+            break
+        window.append(document)
+        total = tuple(t + n for t, n in zip(total, size(document), strict=True))
+    packed = pack_window(list(map(size, window)), limits, carried=len(carried), is_last=not is_whole)
+    return packed, window, not is_whole
+
+
 def pack_stream(sizes: Sequence[Size], limits: Size, buffers: int) -> Iterator[list[list[int]]]:
     """The buffers of each window of a stream, indices of documents. buffers: of a window, about."""
-    carried: list[int] = []
-    at, is_last = 0, False
+    carried, following, is_last = list[int](), iter(range(len(sizes))), False
     while not is_last:
-        window = list(carried)
-        total = tuple(sum(sizes[i][k] for i in window) for k in range(len(limits)))
-        while at < len(sizes) and not is_complete(total, limits, buffers):
-            total = tuple(t + n for t, n in zip(total, sizes[at], strict=True))
-            window.append(at)
-            at += 1
-        is_last = not is_complete(total, limits, buffers)
-        of_window = [sizes[i] for i in window]
-        packed = pack_window(of_window, limits, carried=len(carried), is_last=is_last)
+        packed, window, is_last = next_window(carried, following, sizes.__getitem__, limits, buffers)
         carried = [window[i] for i in packed.carried]
         if packed.buffers:
             yield [[window[i] for i in buffer] for buffer in packed.buffers]
@@ -132,20 +145,9 @@ class _DecreasingIterator(grain.DatasetIterator):
 
     def _read(self) -> None:
         """Reads a window, packs it, and prepares what follows it."""
-        new: list[Any] = []
-        sizes = [judged.size for judged in self._carried]
-        total = tuple(sum(size[k] for size in sizes) for k in range(len(self._limits)))
-        is_last = False
-        while not is_complete(total, self._limits, self._bins):
-            judged = next(self._documents, None)
-            if judged is None:
-                is_last = True
-                break
-            new.append(judged)
-            sizes.append(judged.size)
-            total = tuple(t + n for t, n in zip(total, sizes[-1], strict=True))
-        packed = pack_window(sizes, self._limits, carried=len(self._carried), is_last=is_last)
-        documents = [*self._carried, *new]
+        sizes, limits = attrgetter("size"), self._limits
+        window = next_window(self._carried, self._documents, sizes, limits, self._bins)
+        packed, documents, is_last = window
         buffers = [[documents[i] for i in buffer] for buffer in packed.buffers]
         number = self._window["window"]
         if self._seed is not None:
@@ -162,9 +164,11 @@ class _DecreasingIterator(grain.DatasetIterator):
             self._following = following, [documents[i] for i in packed.carried]
 
     def get_state(self) -> dict[str, Any]:
+        """The window under way, and how many of its buffers were yielded; JSON-serialisable."""
         return {**self._window, "emitted": self._emitted}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Reads again the documents that were carried into the window, and goes on in it."""
         carried: list[Any] = []
         if state["carried"]:
             self._documents.set_state(state["carried_from"])

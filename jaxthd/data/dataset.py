@@ -15,7 +15,7 @@ import jax
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
-from jaxthd.data.inventory import Inventory, SetCount, SkipLimit
+from jaxthd.data.inventory import Inventory, SetCount, require_few_skipped
 from jaxthd.data.loader import Loader, make_loader
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.position import DataSets
@@ -94,11 +94,12 @@ class SpeechData:
         if training and self.skipped_text():
             print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
         self._inventory = self._counted(workdir)
-        self._skip_limit = SkipLimit(data, self._inventory, self.skipped, is_training=training)
+        self._is_training = training
         self.require_few_skipped()
 
     @property
     def has_validation(self) -> bool:
+        """Whether the run has a validation set."""
         return bool(self._validation)
 
     @property
@@ -129,7 +130,8 @@ class SpeechData:
 
     def require_few_skipped(self) -> None:
         """Raises UserError where too large a share of a data set cannot be used (data.max_skipped_share)."""
-        self._skip_limit.check()
+        sets, data = self._inventory.sets, self._config.data
+        require_few_skipped(data, sets, self.skipped, is_training=self._is_training)
 
     def watch(self, say: Callable[[str], None]) -> None:
         """Says what the count of the data sets has brought since. Raises as require_few_skipped()."""
@@ -341,7 +343,7 @@ class SpeechData:
         return read
 
     def _on_skip(self, sources: Sequence[Source]) -> Listed:
-        return self.skipped.of([source.title for source in sources])
+        return Listed(self.skipped, [source.title for source in sources])
 
     def _data_sets(self) -> DataSets:
         """Returns how a saved position is compared with the training sets."""

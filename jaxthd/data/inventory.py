@@ -70,10 +70,12 @@ class SetCount:
 
     @property
     def items(self) -> int:
+        """Number of items, whether they can be used or not."""
         return len(self.examples) + self.skipped + self.dropped
 
     @property
     def is_complete(self) -> bool:
+        """Whether all recordings are counted."""
         return self.looked_at == self.recordings
 
     def count_some(self, threads: ThreadPoolExecutor) -> None:
@@ -202,60 +204,48 @@ class Inventory:
             write_atomically(self._path, [json.dumps(self._stored, indent=2) + "\n"])
 
 
-class SkipLimit:
-    """The largest share of a data set that a run may skip (data.max_skipped_share).
+def require_few_skipped(
+    data: DataConfig, sets: Sequence[SetCount], skipped: SkipLog, *, is_training: bool
+) -> None:
+    """Raises UserError where a larger share of a set than data.max_skipped_share cannot be used.
 
-    Each set is judged by itself: a set with a tenth of the items may be half of what is drawn.
-
+    Each set is judged by itself: a set with a tenth of the items may be half of what is drawn. The items that
+    this call has read decide, and recordings that the count has not found.
     skipped: the items that are skipped and read. is_training: False: a set is refused only if nothing of it
     can be used.
     """
+    most = data.max_skipped_share if is_training else None
+    for count in sets:
+        share = _unusable_share(count, skipped, shuffles=data.shuffle)
+        if share == 1.0 if most is None else share > most:
+            raise UserError(_unusable_text(count, skipped, most))
 
-    def __init__(
-        self, data: DataConfig, inventory: Inventory, skipped: SkipLog, *, is_training: bool
-    ) -> None:
-        self._data, self._inventory, self._skipped = data, inventory, skipped
-        self._is_training = is_training
 
-    def check(self) -> None:
-        """Raises UserError where too large a share of a set cannot be used.
+def _unusable_share(count: SetCount, skipped: SkipLog, *, shuffles: bool) -> float:
+    """Returns the share of a set's items that cannot be used, at least."""
+    title, usable = count.source.title, len(count.examples)
+    if not count.items:
+        return 0.0
+    is_training = count.source.setting.split == "training"
+    # A copy: the count's thread may add to it meanwhile.
+    unread = len({key for key in list(count.lost) if not skipped.has(title, set_of_key(key)[1])})
+    bad = max(skipped.count([title]) - count.skipped, 0)
+    by_reading = least_share(bad, skipped.read_of(title), usable, is_sample=is_training and shuffles)
+    by_count = (bad + unread) / usable if usable else 0.0
+    return (count.skipped + usable * max(by_reading, by_count)) / count.items
 
-        The items that this call has read decide, and recordings that the inventory has not found.
-        """
-        most = self._data.max_skipped_share
-        for count in self._inventory.sets:
-            share = self._unusable_share(count)
-            if share > most if self._is_training else share == 1.0:
-                raise UserError(self._text(count))
 
-    def _unusable_share(self, count: SetCount) -> float:
-        """Returns the share of a set's items that cannot be used, at least."""
-        title, usable = count.source.title, len(count.examples)
-        if not count.items:
-            return 0.0
-        is_training = count.source.setting.split == "training"
-        # A copy: the count's thread may add to it meanwhile.
-        unread = len({key for key in list(count.lost) if not self._skipped.has(title, set_of_key(key)[1])})
-        bad = max(self._skipped.count([title]) - count.skipped, 0)
-        by_reading = least_share(
-            bad, self._skipped.read_of(title), usable, is_sample=is_training and self._data.shuffle
-        )
-        by_count = (bad + unread) / usable if usable else 0.0
-        return (count.skipped + usable * max(by_reading, by_count)) / count.items
-
-    def _text(self, count: SetCount) -> str:
-        """Says what was skipped of a set, and why."""
-        title, reasons = count.source.title, self._skipped.reasons([count.source.title], this_call=True)
-        whys = [*reasons, *list(count.lost.values())[: max(len(count.lost) - len(reasons), 0)]]
-        read = min(self._skipped.read_of(title), len(count.examples))
-        of = f"{read + count.skipped:,} read so far, of {count.items:,}" if read else f"{count.items:,}"
-        which, most = f"{title} ({count.source.setting.field})", self._data.max_skipped_share
-        if self._is_training:
-            verdict = f"more than data.max_skipped_share {most:g} of {which} cannot be used"
-        else:
-            verdict = f"nothing of {which} can be used"
-        return (
-            f"{verdict}: {len(whys):,} items of {of}: {main_reasons(whys)}; {self._skipped.path} lists those "
-            "that were read. Correct the data, raise data.max_skipped_share, or start a new run with larger "
-            "capacities"
-        )
+def _unusable_text(count: SetCount, skipped: SkipLog, most: float | None) -> str:
+    """Says what was skipped of a set, and why. most: the share that is exceeded; None: all of it."""
+    title, reasons = count.source.title, skipped.reasons([count.source.title], this_call=True)
+    whys = [*reasons, *list(count.lost.values())[: max(len(count.lost) - len(reasons), 0)]]
+    read = min(skipped.read_of(title), len(count.examples))
+    of = f"{read + count.skipped:,} read so far, of {count.items:,}" if read else f"{count.items:,}"
+    which = f"{title} ({count.source.setting.field})"
+    verdict = f"more than data.max_skipped_share {most or 0:g} of {which} cannot be used"
+    if most is None:
+        verdict = f"nothing of {which} can be used"
+    return (
+        f"{verdict}: {len(whys):,} items of {of}: {main_reasons(whys)}; {skipped.path} lists those that were "
+        "read. Correct the data, raise data.max_skipped_share, or start a new run with larger capacities"
+    )

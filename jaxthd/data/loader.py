@@ -70,6 +70,7 @@ class BatchReport(NamedTuple):
 
     @property
     def documents(self) -> int:
+        """Documents of all rows."""
         return sum(row.documents for row in self.rows)
 
     @property
@@ -89,6 +90,7 @@ class BatchReport(NamedTuple):
 
     @property
     def audio_seconds(self) -> float:
+        """Seconds of audio without padding."""
         return sum(row.audio_seconds for row in self.rows)
 
     @property
@@ -216,15 +218,18 @@ class _Batches(Iterator[BatchAndReport]):
         return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed))
 
     def get_state(self) -> dict[str, Any]:
+        """The states of all rows' streams (None: another process reads the row), and the latest epochs."""
         streams = [stream and stream.get_state() for stream in self._streams]
         return {"streams": streams, "latest": list(self._latest)}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Takes get_state's states of this process's streams."""
         for stream, stream_state in zip(self._streams, state["streams"], strict=True):
             if stream:
                 stream.set_state(stream_state)
 
     def close(self) -> None:
+        """Ends the streams; one that waits for a document raises."""
         for stream in self._own.values():
             stream.close()
 

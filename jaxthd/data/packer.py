@@ -278,9 +278,7 @@ class PackDocuments(Sequence[Any]):
                 shuffle_bins=self.shuffle_seed is not None,
                 seed=self.shuffle_seed or 0,
             ).map(lambda buffer: buffer["judged"])
-        if self._shares is None or self.packing == "padded":
-            return Runs(buffers, self._first_run)
-        return Runs(buffers, self._chosen, reads_ahead=True)
+        return Runs(buffers, self._take, reads_ahead=self._chooses)
 
     def row(self, documents: Sequence[Document], placement: Placement | None = None) -> PackedRow:
         """Packs and lays out documents that fit. Without documents the row is all padding.
@@ -317,32 +315,28 @@ class PackDocuments(Sequence[Any]):
             self.on_skip(judged.document.key, judged.fit.too_large)
         return not judged.fit.too_large
 
-    def _first_run(self, waiting: Sequence[Waiting], is_last: bool) -> Taken:
-        """Takes the longest run of a buffer's documents that make a row.
+    @property
+    def _chooses(self) -> bool:
+        """Whether rows are chosen among the documents of several buffers."""
+        return self._shares is not None and self.packing != "padded"
 
-        Takes one, and gives no row, if the first document alone cannot be assigned: it is skipped.
+    def _take(self, waiting: Sequence[Waiting], is_last: bool) -> Taken | None:
+        """Takes a row: all that wait, or documents that fill the context ranks, for which more may be needed.
+
+        Documents that cannot be assigned to the ranks go before: they are taken without a row, and skipped.
         """
         documents = [x.judged for x in waiting]
-        taken = self.limits.first_run([judged.fit for judged in documents])
-        if not taken:
-            return self._skipped(documents, [0])
-        return range(taken), RowDocuments([judged.document for judged in documents[:taken]])
-
-    def _chosen(self, waiting: Sequence[Waiting], is_last: bool) -> Taken | None:
-        """Under the layout "whole": takes documents that fill the context ranks."""
-        documents = [x.judged for x in waiting]
         if misfits := [i for i, judged in enumerate(documents) if judged.fit.unassignable]:
-            return self._skipped(documents, misfits)
+            for i in misfits:
+                self.on_skip(documents[i].document.key, documents[i].fit.unassignable)
+            return misfits, None
+        if not self._chooses:
+            return range(len(documents)), RowDocuments([judged.document for judged in documents])
         fits, ages = [judged.fit for judged in documents], [x.age for x in waiting]
         placed = next_row(self.limits, fits, ages, is_last=is_last)
         if placed is None:
             return None
         return placed.order, RowDocuments([documents[i].document for i in placed.order], placed.renumbered())
-
-    def _skipped(self, documents: Sequence[JudgedDocument], numbers: Sequence[int]) -> Taken:
-        for i in numbers:
-            self.on_skip(documents[i].document.key, documents[i].fit.unassignable)
-        return numbers, None
 
 
 def pack_documents(
@@ -386,6 +380,7 @@ class _Rows(grain.experimental.FlatMapTransform):
         self.max_fan_out = max_fan_out
 
     def flat_map(self, element: list[PackedRow]) -> list[PackedRow]:
+        """The rows of a window, one by one."""
         return element
 
 
@@ -488,6 +483,7 @@ class _RunsIterator(grain.DatasetIterator):
             self._before.pop(0)
 
     def get_state(self) -> dict[str, Any]:
+        """The state, JSON-serialisable, as the class describes it."""
         ranges = _ranges(sorted(self._taken))
         is_first = not ranges or (len(ranges) == 1 and ranges[0][0] == 0)
         emitted = len(self._taken) if is_first and self._is_count else ranges
@@ -496,6 +492,7 @@ class _RunsIterator(grain.DatasetIterator):
         return state | ({"read": read} if read > 1 else {})
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on where get_state was called, also under another layout."""
         self._buffers.set_state(state["packer"])
         self._start(state["packer"], state["emitted"], state.get("read", 0) if self._reads_ahead else 0)
 

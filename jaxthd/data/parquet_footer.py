@@ -64,6 +64,7 @@ class _Compact:
         self._data, self._at = data, 0
 
     def struct(self) -> dict[int, Any]:
+        """Reads a struct up to its end mark. Raises IndexError where the data ends before."""
         fields: dict[int, Any] = {}
         number = 0
         while head := self._byte():

@@ -50,7 +50,10 @@ def least_share(bad: int, read: int, items: int, *, is_sample: bool) -> float:
 
 
 class Listed:
-    """Reports the items of some data sets to a SkipLog. Called with (key, reason), it lists an item."""
+    """Reports the items of some data sets to a SkipLog. Called with (key, reason), it lists an item.
+
+    manifests: as the log names the data sets whose numbers the keys have (numbered_key).
+    """
 
     def __init__(self, log: "SkipLog", manifests: Sequence[str]) -> None:
         self._log, self._manifests = log, manifests
@@ -81,10 +84,6 @@ class SkipLog:
         self._counts: Counter[str] = Counter()
         self._reads: Counter[tuple[int, str]] = Counter()
         self._news: list[list[str]] = []
-
-    def of(self, manifests: Sequence[str]) -> Listed:
-        """Returns what reports items of these data sets, whose keys have their numbers (numbered_key)."""
-        return Listed(self, manifests)
 
     def count_read(self, row: int, manifest: str) -> None:
         """Counts an item of a data set that row `row` of the batches has read."""

@@ -4,7 +4,6 @@ Worker processes import it, so it imports neither jax nor grain.
 """
 
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,15 +18,6 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
-
-
-class _Written(NamedTuple):
-    """An example as text: token ids with one audio_id for each recording, which of them are supervised, and
-    the lengths of its answers (Document.answers)."""
-
-    tokens: list[int]
-    supervised: list[bool]
-    answers: tuple[int, ...] = ()
 
 
 def augmented_key(key: str, number: int) -> str:
@@ -75,7 +65,7 @@ class SpeechDocuments:
 
     def _made(self, example: Example, epoch: int, *, changes_speed: bool = True) -> Document | Skipped:
         try:
-            written = self._written(example)
+            tokens, supervised, answers = self._written(example)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
             for number, samples in enumerate(self._samples(example)):
@@ -89,17 +79,19 @@ class SpeechDocuments:
                     clips[-1] = spec_augment(clips[-1], self._spec_augment, rng)
         except ValueError as error:
             return Skipped(example.key, str(error))
-        document = Document.splice(example.key, written.tokens, written.supervised, clips, self._audio_id)
+        document = Document.splice(example.key, tokens, supervised, clips, self._audio_id)
         if not example.alternatives:
             return document
-        of_text = np.repeat([np.float32(x.preference) for x in example.alternatives], written.answers)
+        of_text = np.repeat([np.float32(x.preference) for x in example.alternatives], answers)
         preference = np.pad(of_text, (len(document) - len(of_text), 0))
-        return replace(document, extras={"preference": preference}, answers=written.answers)
+        return replace(document, extras={"preference": preference}, answers=answers)
 
-    def _written(self, example: Example) -> _Written:
-        """Raises ValueError for an example that cannot be used."""
+    def _written(self, example: Example) -> tuple[list[int], list[bool], tuple[int, ...]]:
+        """An example as text: (token ids with one audio_id for each recording, which of them are supervised,
+        the lengths of its answers, Document.answers). Raises ValueError for one that cannot be used.
+        """
         if not example.alternatives:
-            return _Written(*self._template(example.turns))
+            return *self._template(example.turns), ()
         texts = [alternative.text for alternative in example.alternatives]
         prompt, answers = self._template.answers(example.turns, texts)
         tokens, supervised = list(prompt), [False] * len(prompt)
@@ -111,7 +103,7 @@ class SpeechDocuments:
         ]
         if len(labelled) > len(set(labelled)):
             raise ValueError("chosen and rejected are the same tokens; expected two answers")
-        return _Written(tokens, supervised, tuple(len(ids) for ids, _ in answers))
+        return tokens, supervised, tuple(len(ids) for ids, _ in answers)
 
     def prompt(self, example: Example) -> Document:
         """The document of a prompt: the example's turns up to where the assistant's next answer begins.

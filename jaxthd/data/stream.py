@@ -43,6 +43,7 @@ class Era(NamedTuple):
 
     @property
     def items(self) -> int:
+        """Number of items of an epoch, of all data sets together."""
         return sum(self.sizes)
 
 
@@ -290,12 +291,15 @@ class _WorkersIterator(grain.DatasetIterator):
         self._answered = iter(())
 
     def get_state(self) -> dict[str, Any]:
+        """The number of items yielded."""
         return {"next_index": self._next}
 
     def set_state(self, state: dict[str, Any]) -> None:
+        """Goes on behind so many items; requests in flight are dropped."""
         self._forget()
         self._next = self._next_asked = state["next_index"]
 
     def close(self) -> None:
+        """Drops the requests in flight; next() then raises."""
         super().close()
         self._forget()

@@ -112,6 +112,7 @@ class _Worker:
         return self._request((n, None, items), seconds)
 
     def kill(self) -> None:
+        """Kills the process, unless it has ended."""
         self._child.kill()
 
     def _request(self, request: tuple[int, Any, Sequence[tuple[Any, int]]], seconds: float) -> list[Any]:

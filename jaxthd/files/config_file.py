@@ -74,6 +74,8 @@ def _removed_accepted(path: Path) -> Iterator[None]:
     """Inside, the dataclasses of settings take removed fields too, and tell what replaced them."""
 
     def accepting(init: Callable[..., None], group: str) -> Callable[..., None]:
+        """The constructor of the settings in `group`, which takes removed fields too."""
+
         def accept(self: Any, *args: Any, **given: Any) -> None:
             fields, notes = renewed(group, given)
             for note in notes:
@@ -132,12 +134,15 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
     """
 
     def places(path: str) -> list[str]:
+        """The path in each of the folders, absolute."""
         return [os.path.abspath(os.path.join(place, path)) for place in (folder, *others)]
 
     def existing(path: str) -> str | None:
+        """The first of the places where something is; None if there is none."""
         return next((place for place in places(path) if os.path.exists(place)), None)
 
     def absolute(path: str) -> str:
+        """The path of a data set or a tokenizer, absolute; both parts of AUDIO::TARS."""
         if path in ("", "synthetic", "bytes"):
             return path
         if there := existing(path):
@@ -151,12 +156,14 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
         return path if re.match(r"\w+:", path) else places(expand_home(path))[0]
 
     def of_set(manifest: str) -> str:
+        """The same for a validation set, which may be NAME=PATH."""
         if manifest and (there := existing(manifest)):
             return absolute(manifest) if manifest == "synthetic" else there
         name, mark, path = split_name(manifest)
         return f"{name}={absolute(path)}" if mark else absolute(manifest)
 
     def each(paths: Any, change: Callable[[str], str]) -> Any:
+        """The changed path, or a tuple of the changed paths."""
         return change(paths) if isinstance(paths, str) else tuple(map(change, paths))
 
     data, train = config.data, config.train

@@ -114,7 +114,7 @@ class Scheduler:
             len(fits) <= limits.max_documents
             and sum(fit.slots for fit in fits) <= limits.capacity
             and sum(sum(fit.chunk_frames) for fit in fits) <= limits.audio_capacity
-            and limits.first_run(fits) == len(fits)
+            and limits.can_share(fits)
         )
 
     def _free_page(self, rank: int) -> int:

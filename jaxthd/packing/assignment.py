@@ -81,6 +81,7 @@ class Size(NamedTuple):
 
     @property
     def can_be_cut(self) -> bool:
+        """Whether context ranks may divide the document: it is one segment."""
         return self.segments == 1
 
 
@@ -111,6 +112,7 @@ class Shares:
 
     @property
     def share(self) -> int:
+        """Token slots of a rank."""
         return self.capacity // self.ranks
 
     def chunk(self, slots: int) -> int:

@@ -286,6 +286,7 @@ def _assigned(found: Sequence[_Found], config: Config) -> list[list[_Found]]:
     data, layout, shares = config.data, ContextLayout.of(config), Shares.of(config)
 
     def fits(documents: Sequence[_Found]) -> bool:
+        """Whether one row can hold these documents."""
         slots = [layout.slots(len(document.targets)) for document in documents]
         if sum(slots) > data.capacity or len(documents) > data.max_documents:
             return False

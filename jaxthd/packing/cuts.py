@@ -35,6 +35,7 @@ class CutSlots(NamedTuple):
 
     @classmethod
     def of(cls, cuts_RK: Int32[Array, "R K"]) -> "CutSlots":
+        """The slots of rows with these Batch.cuts."""
         return cls(cuts_RK, jnp.cumsum(2 * cuts_RK, axis=1, dtype=jnp.int32) - 2 * cuts_RK)
 
     @property

@@ -144,15 +144,9 @@ class BufferLimits:
             '"whole"'
         )
 
-    def first_run(self, fits: Sequence[Fit]) -> int:
-        """Number of the first documents that make a row: the most that can be assigned to the context ranks.
-
-        fits: the Fit of each document of a buffer from the packer. Returns 0 if the first is unassignable.
-        """
-        count, sizes = len(fits), [fit.size for fit in fits]
-        while count and self.shares is not None and self.shares.assign(sizes[:count]) is None:
-            count -= 1
-        return count
+    def can_share(self, fits: Sequence[Fit]) -> bool:
+        """Whether documents with these Fits can be assigned to the context ranks of one row."""
+        return self.shares is None or self.shares.assign([fit.size for fit in fits]) is not None
 
     def require_room(self, documents: Sequence[Document]) -> None:
         """Raises ValueError if the documents do not fit one row. The message says what to increase."""

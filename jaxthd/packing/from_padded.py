@@ -96,6 +96,7 @@ def shard_packed(
     tokens = packed["labels"].shape[-1]
 
     def indices(cu: np.ndarray) -> np.ndarray:
+        """The rank's slots of a buffer with these offsets, padding behind the last document included."""
         cu = cu[cu != absent]
         return DualChunkSwap(context).tokens_of_rank(np.append(cu, tokens) if cu[-1] < tokens else cu, rank)
 

@@ -121,6 +121,7 @@ class Divided(NamedTuple):
         block: as intervals_of_rows takes them."""
 
         def of_rank(source: Array) -> KeyIntervals:
+            """The keys on one rank."""
             lo_RT, hi_RT = (self.below(source, x) for x in (begin_RT, end_RT))
             return intervals_of_rows(lo_RT, hi_RT, is_real_RT, block)
 

@@ -133,10 +133,12 @@ class ContextLayout:
 
     @classmethod
     def of(cls, config: Config) -> "ContextLayout":
+        """The layout of a config."""
         return cls(config.compute.layout, config.mesh.context, config.data.round_to)
 
     @property
     def swap(self) -> DualChunkSwap:
+        """The chunks of each context rank."""
         return DualChunkSwap(self.ranks)
 
     def slots(self, length: Any) -> Any:
@@ -283,6 +285,7 @@ class _WorkBelow(NamedTuple):
 
     @classmethod
     def of(cls, work: Sequence[Int[np.ndarray, " _"]], slots: Int[np.ndarray, " D"]) -> "_WorkBelow":
+        """Sums the work of each document; slots: that each takes in the buffer."""
         first = np.cumsum(slots + 1) - (slots + 1)
         table = np.zeros(int((slots + 1).sum()), np.int64)
         for start, of_document in zip(first, work, strict=True):

@@ -52,6 +52,7 @@ class _Placed(NamedTuple):
 
     @property
     def end(self) -> int:
+        """The slot behind its last one."""
         return self.start + len(self.indices)
 
 

@@ -88,6 +88,7 @@ def make_prefixes(
     row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
 
     def largest(x_RT: Array, least: int = 0) -> Array:
+        """The largest number of each segment's tokens on this rank, [R, D]; `least` where it has none."""
         return jnp.full((rows, documents + 1), least, jnp.int32).at[row_R1, ids_RT].max(x_RT)[:, 1:]
 
     of_segments = (

@@ -65,6 +65,7 @@ class Segments:
 
     @property
     def valid(self) -> Bool[Array, " N"]:
+        """True on tokens of documents, False in padding."""
         return self.ids > 0
 
     @property

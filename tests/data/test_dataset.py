@@ -9,6 +9,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 import soundfile
@@ -192,6 +193,7 @@ def as_processes(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
             return function(data[number], rows[number])
 
         monkeypatch.setattr(loading, "exchange", exchange)
+        monkeypatch.setattr(jax, "process_count", lambda: len(rows))
         with ThreadPoolExecutor(len(rows)) as threads:
             return list(threads.map(process, range(len(rows))))
 

@@ -3,12 +3,12 @@
 import json
 from pathlib import Path
 
-from jaxthd.data.skipped import SkipLog, main_reasons
+from jaxthd.data.skipped import Listed, SkipLog, main_reasons
 
 
 def test_each_item_is_listed_once_under_its_manifest(tmp_path: Path):
     log = SkipLog(tmp_path / "skipped.jsonl")
-    training, validation = log.of(["a.jsonl", "b.jsonl"]), log.of(["c.jsonl"])
+    training, validation = Listed(log, ["a.jsonl", "b.jsonl"]), Listed(log, ["c.jsonl"])
     for _ in range(2):
         training("3:x/1:y.wav", "broken")
         training("1/3:x/1:y.wav", "other")
@@ -28,16 +28,16 @@ def test_the_log_survives_a_kill_and_counts_what_this_run_left_out(tmp_path: Pat
     path = tmp_path / "skipped.jsonl"
     for _ in range(2):
         log = SkipLog(path)
-        log.of(["train"])("1:a.wav", "broken")
-        log.of(["validation"])("1:a.wav", "broken")
+        Listed(log, ["train"])("1:a.wav", "broken")
+        Listed(log, ["validation"])("1:a.wav", "broken")
         assert len(log) == 2
         with path.open("a") as file:
             file.write('{"manifest": "train", "key": "2:b')
     later = SkipLog(path)
     assert len(later) == 0
     assert len(path.read_text().splitlines()) == 2
-    later.of(["train"])("3:c.wav", "other")
-    later.of(["train"])("3:c.wav", "other")
+    Listed(later, ["train"])("3:c.wav", "other")
+    Listed(later, ["train"])("3:c.wav", "other")
     assert later.total == 3
     assert later.reasons(["train"]) == ["broken", "other"], "of the whole run"
     assert later.reasons(["train"], this_call=True) == ["other"]
@@ -48,9 +48,9 @@ def test_a_log_that_does_not_write_hands_over_what_another_lists(tmp_path: Path)
     path = tmp_path / "skipped.jsonl"
     listing, other = SkipLog(path), SkipLog(path, writes=False)
     for log in (listing, other):
-        log.of(["a"])("1:x", "broken")
+        Listed(log, ["a"])("1:x", "broken")
     for _ in range(2):
-        other.of(["a"])("2:y", "other")
+        Listed(other, ["a"])("2:y", "other")
     news = other.news()
     assert news == [["a", "1:x", "broken"], ["a", "2:y", "other"]]
     assert other.news() == listing.news() == []

@@ -18,7 +18,7 @@ import numpy as np
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
 from jaxthd.data.loader import make_loader
-from jaxthd.data.skipped import SkipLog
+from jaxthd.data.skipped import Listed, SkipLog
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.workers import Workers
@@ -126,7 +126,7 @@ def check(
             examples, skipped = read_source(source, config.data)
             source.digest()
             source.containers()
-        on_skip = log.of([written.setting.path])
+        on_skip = Listed(log, [written.setting.path])
         for item in skipped:
             on_skip(item.key, item.reason)
         options: dict[str, Any] = {"repeat": False, "answers": True, "on_skip": on_skip, "workers": workers}
