@@ -155,17 +155,11 @@ class PromptStream:
         return (None, misfit) if misfit else (prompt, "")
 
     def _misfit(self, prompt: Document) -> str:
-        """Why the prompt, or a group of answers to it, would not fit; "" if they do."""
+        """Why the prompt, or a group of the longest answers to it, would not fit; "" if they do."""
         if misfit := self._limits.fit(prompt).misfit:
             return misfit
         if misfit := self._page_limits.fit(prompt).misfit:
             return f"to draw answers on rollout.mesh, {misfit}"
-        return self._group_misfit(prompt)
-
-    def _group_misfit(self, prompt: Document) -> str:
-        """Why a group of the longest answers would not fit a buffer; "" if it would."""
-        rollout, most = self._config.rollout, self._config.rollout.max_new_tokens
-        misfit = self._limits.fit(prompt.with_answers([[0] * most] * rollout.group_size)).misfit
-        if not misfit:
-            return ""
-        return f"with {rollout.group_size} answers of up to {most} tokens, {misfit}"
+        count, most = self._config.rollout.group_size, self._config.rollout.max_new_tokens
+        misfit = self._limits.fit(prompt.with_answers([[0] * most] * count)).misfit
+        return misfit and f"with {count} answers of up to {most} tokens, {misfit}"

@@ -145,11 +145,10 @@ def pack_row(
     row = _write_tokens(documents, placed, capacity)
     audio = _write_audio(documents, placed, limits, num_mels) if audio_capacity else None
     perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids, cuts)
-    batch = _as_batch(row, audio, _future(row, audio, depths), perm)
-    batch = batch._replace(
+    batch = _as_batch(row, audio, perm, depths)._replace(
         extras=_write_extras(documents, placed, capacity, extras, perm),
-        document_ids=batch.document_ids if answers else None,
-        prefixes=batch.prefixes if answers and share_prompts else None,
+        document_ids=row.document_ids[perm][None] if answers else None,
+        prefixes=row.prefixes[perm][None] if answers and share_prompts else None,
         cuts=None if cuts is None else cuts[None],
     )
     work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
@@ -290,8 +289,7 @@ def _write_audio(
 def laid_out(row: TokenArrays, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:
     """The batch of a row of tokens alone, one segment a document. row: in document order. perm, depths: as in
     pack_row."""
-    batch = _as_batch(row, None, _future(row, None, depths), perm)
-    return batch._replace(document_ids=None, prefixes=None)
+    return _as_batch(row, None, perm, depths)._replace(document_ids=None, prefixes=None)
 
 
 def _future(row: TokenArrays, audio: _Audio | None, depths: int) -> dict[str, Shaped[np.ndarray, "K T"]]:
@@ -309,18 +307,12 @@ def _future(row: TokenArrays, audio: _Audio | None, depths: int) -> dict[str, Sh
     return found
 
 
-def _as_batch(
-    row: TokenArrays,
-    audio: _Audio | None,
-    future: dict[str, Shaped[np.ndarray, "K T"]],
-    perm: Int32[np.ndarray, " T"],
-) -> Batch:
+def _as_batch(row: TokenArrays, audio: _Audio | None, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:
     """Lays out the arrays, given in document order, by `perm`, and adds a dim for the row."""
-    of_tokens = row._asdict() | future
-    of_audio = audio._asdict() if audio else dict.fromkeys(AUDIO_FIELDS)
+    of_tokens = row._asdict() | _future(row, audio, depths)
+    of_audio: dict[str, Any] = audio._asdict() if audio else dict.fromkeys(AUDIO_FIELDS)
     if audio:
         of_tokens["audio_slots"] = of_audio.pop("audio_slots")
-    laid_out = {name: x[..., perm] for name, x in of_tokens.items()}
-    fields: dict[str, Any] = of_audio | laid_out
+    fields = of_audio | {name: x[..., perm] for name, x in of_tokens.items()}
     rows: dict[str, Any] = {name: x if x is None else x[None] for name, x in fields.items()}
     return Batch(**rows)
