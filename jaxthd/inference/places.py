@@ -25,7 +25,7 @@ from jaxtyping import Bool, Int32, UInt32
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.models.decoding import Decoding, Pick, advance, begin
 from jaxthd.models.speech_lm import SpeechLM
-from jaxthd.ops.sampling import Drawn, Sampling, draw_with_log_probs
+from jaxthd.ops.sampling import Drawn, Sampling, draw
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.intervals import key_intervals
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, PromptEnds
@@ -149,7 +149,7 @@ def picks(model: SpeechLM, keys_n2: Array, sampling: Sampling) -> Pick:
     """Draws the tokens of places with these random bits, with their log-probabilities."""
 
     def pick(h_nD: Array, number: Array | int) -> Drawn:
-        return draw_with_log_probs(model.logits(h_nD), keys_n2, number, sampling, model.vocabulary_axes)
+        return draw(model.logits(h_nD), keys_n2, number, sampling, model.vocabulary_axes)
 
     return pick
 

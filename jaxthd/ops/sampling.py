@@ -39,7 +39,7 @@ def make_sampling(temperature: float, top_k: int, top_p: float, dtype: str) -> S
 
 
 class Drawn(NamedTuple):
-    """Drawn tokens, and how probable they were; None where nobody asked.
+    """Drawn tokens, and how probable they were; None where only tokens were asked for.
 
     log_probs: under the softmax at the temperature, over the whole vocabulary.
     drawn_log_probs: under what drew the token: temperature, top_k and top_p; 1 over all entries kept.
@@ -69,43 +69,25 @@ def draw(
     number: Int32[Array, " n"] | Array | int,
     sampling: Sampling,
     axes: tuple[str, ...],
-) -> Int32[Array, " n"]:
-    """A token for each document. keys_n2: 64 random bits for each document. number: the token's, from 0; one
-    for all documents, or one for each.
+) -> Drawn:
+    """A token for each document, with its log-probabilities and the entropies, in the logits' dtype.
 
-    The order is that of transformers: temperature, then top-k, then top-p.
+    keys_n2: 64 random bits for each document. number: the token's, from 0; one for all documents, or one for
+    each. The order is that of transformers: temperature, then top-k, then top-p.
     """
 
-    def drawn() -> Array:
-        scaled_nV = _scaled(logits_nV, sampling.temperature, axes)
-        return _highest_with_noise(
-            scaled_nV,
-            kept(scaled_nV, sampling, axes),
-            _noise(keys_n2, number, scaled_nV.shape[1], axes),
-            axes,
-        )
-
-    return jax.lax.cond(sampling.temperature > 0, drawn, lambda: likeliest(logits_nV, axes))
-
-
-def draw_with_log_probs(
-    logits_nV: Float[Array, "n V"],
-    keys_n2: UInt32[Array, "n 2"],
-    number: Int32[Array, " n"] | Array | int,
-    sampling: Sampling,
-    axes: tuple[str, ...],
-) -> Drawn:
-    """The tokens of `draw`, with their log-probabilities and the entropies, in the logits' dtype."""
-
     def drawn() -> Drawn:
+        """Draws from the softmax at the temperature, restricted by top_k and top_p."""
         scaled_nV = _scaled(logits_nV, sampling.temperature, axes)
         kept_nV, noise_nV = kept(scaled_nV, sampling, axes), _noise(keys_n2, number, scaled_nV.shape[1], axes)
-        tokens_n = _highest_with_noise(scaled_nV, kept_nV, noise_nV, axes)
+        noisy_nV = jnp.where(kept_nV, scaled_nV.astype(jnp.float32) + noise_nV, -jnp.inf)
+        tokens_n = likeliest(noisy_nV, axes)
         score_n, lse_n = _entry(scaled_nV, tokens_n, axes), _log_sum(scaled_nV, axes)
         drawn_n = score_n - _log_sum(jnp.where(kept_nV, scaled_nV, -jnp.inf), axes)
         return Drawn(tokens_n, score_n - lse_n, drawn_n, _entropy(scaled_nV, lse_n, axes))
 
     def likeliest_ones() -> Drawn:
+        """Takes the likeliest tokens, with the log-probabilities of temperature 1."""
         below_nV = _scaled(logits_nV, 1, axes)
         lse_n = _log_sum(below_nV, axes)
         return Drawn(
@@ -121,14 +103,17 @@ def kept(scaled_nV: Float[Array, "n V"], sampling: Sampling, axes: tuple[str, ..
     none_n = jnp.zeros(len(order_nV), jnp.uint32)
 
     def total(x_nV: Array) -> Array:
+        """Sums over the whole vocabulary, [n]."""
         return _psum(x_nV.sum(-1), axes)
 
     def likeliest_k() -> Array:
+        """Orders [n] of the least likely of the top_k likeliest entries."""
         return _highest(lambda from_n: total(order_nV >= from_n[:, None]) >= sampling.top_k, none_n)
 
     least_n = jax.lax.cond(sampling.top_k > 0, likeliest_k, lambda: none_n)
 
     def share_p() -> Array:
+        """Orders [n] from which on the entries have the share top_p."""
         p_nV = jnp.where(order_nV >= least_n[:, None], jnp.exp(scaled_nV), 0)
         wanted_n = sampling.top_p * total(p_nV)
         return _highest(
@@ -144,10 +129,6 @@ def _scaled(logits_nV: Array, temperature: Any, axes: tuple[str, ...]) -> Array:
     # The highest is subtracted first, so that a small temperature makes no infinity.
     below_nV = logits_nV - _pmax(logits_nV.max(-1), axes)[:, None]
     return below_nV / jnp.asarray(temperature, below_nV.dtype)
-
-
-def _highest_with_noise(scaled_nV: Array, kept_nV: Array, noise_nV: Array, axes: tuple[str, ...]) -> Array:
-    return likeliest(jnp.where(kept_nV, scaled_nV.astype(jnp.float32) + noise_nV, -jnp.inf), axes)
 
 
 def _entry(x_nV: Array, tokens_n: Array, axes: tuple[str, ...]) -> Array:
@@ -180,6 +161,7 @@ def _highest(holds: Callable[[Array], Array], none_n: Array) -> Array:
     which it is."""
 
     def one(step: Array, found_n: Array) -> Array:
+        """Sets the next lower bit where the condition still holds with it."""
         tried_n = found_n | (jnp.uint32(1) << (31 - step).astype(jnp.uint32))
         return jnp.where(holds(tried_n), tried_n, found_n)
 
@@ -191,6 +173,7 @@ def _noise(keys_n2: Array, number: Array | int, size: int, axes: tuple[str, ...]
     ranks = jax.lax.axis_size(axes) if axes else 1
 
     def of_document(key: Array, number: Array) -> Array:
+        """Noise of the whole vocabulary, the same on every mesh."""
         own = jax.random.fold_in(jax.random.wrap_key_data(key, impl="threefry2x32"), number)
         return jax.random.gumbel(own, (ranks * size,), jnp.float32, mode="high")
 

@@ -122,7 +122,7 @@ def next_token() -> Any:
         x_ND, _ = model.enter(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
         logits_1V = jnp.einsum("d,vd->v", model.hidden(x_ND)[last], model.head[...])[None]
-        return draw(logits_1V, *how, ())[0]
+        return draw(logits_1V, *how, ()).tokens[0]
 
     jitted = jax.jit(program)
 

@@ -27,7 +27,7 @@ def on_ranks(cut: tuple[int, int]) -> Any:
     def rank(logits: Any, keys: Any, number: Any, sampling: Sampling) -> tuple[Any, Any]:
         below = logits - jax.lax.pmax(logits.max(-1), AXES)[:, None]
         scaled = (below / sampling.temperature).astype(jnp.float32)
-        return kept(scaled, sampling, AXES), draw(logits, keys, number, sampling, AXES)
+        return kept(scaled, sampling, AXES), draw(logits, keys, number, sampling, AXES).tokens
 
     return jax.jit(
         jax.shard_map(
@@ -141,5 +141,5 @@ def test_one_device_needs_no_mesh():
     np.testing.assert_array_equal(likeliest(jnp.asarray(logits), ()), np.argmax(logits, axis=-1))
     keys = random_keys(len(logits))
     settings = sampling(0.8, 7, 0.9)
-    alone = draw(jnp.asarray(logits), jnp.asarray(keys), 2, settings, ())
+    alone = draw(jnp.asarray(logits), jnp.asarray(keys), 2, settings, ()).tokens
     np.testing.assert_array_equal(alone, on_ranks((1, 1))(logits, keys, 2, settings)[1])
