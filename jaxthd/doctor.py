@@ -22,12 +22,13 @@ from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.choose import CHOICES, kernels_of_run
 from jaxthd.kernels.encoder_probe import encoder_kernels
-from jaxthd.kernels.machine import Machine, installed
+from jaxthd.kernels.machine import installed, this_machine
 from jaxthd.kernels.scan_probe import scan_kernels
 from jaxthd.kernels.verified import verified_on
 from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.attention.thd import cudnn_text
+from jaxthd.ops.backend import Machine
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.terminal.tables import table
 
@@ -60,7 +61,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="one JSON object instead of tables")
     options = parser.parse_args(argv)
     source = options.source or options.config
-    machine, config = Machine.of_this(), open_settings(source).config if source else None
+    machine, config = this_machine(), open_settings(source).config if source else None
     kinds = COMMON
     if config:
         of_shapes = (kernels for choice in CHOICES for kernels in kernels_of_run(config, choice))

@@ -36,7 +36,7 @@ from jax import Array
 
 from jaxthd.kernels.admission import admit
 from jaxthd.kernels.attention_probe import attention_kernels
-from jaxthd.kernels.machine import Machine
+from jaxthd.kernels.machine import this_machine
 from jaxthd.kernels.scan_probe import (
     error_bound,
     probe_errors,
@@ -188,7 +188,7 @@ def attention(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) ->
 def backends(shape: AttentionShape) -> Iterator[str]:
     """The back-ends admitted here; prints why others are not."""
     for kernel in attention_kernels(shape):
-        refusal = admit(kernel, Machine.of_this()).refusal
+        refusal = admit(kernel, this_machine()).refusal
         print(f"{kernel.name}: {f'not run, {refusal}' if refusal else 'admitted'}", flush=True)
         if refusal is None:
             yield kernel.name

@@ -270,9 +270,9 @@ def options(tiny: bool) -> None:
     changes = {"all options": config}
     for option in OPTIONS if jax.default_backend() == "gpu" else ():
         # Combining collectives needs several devices.
-        if "gather" not in option.name and "scatter" not in option.name:
-            name = option.name.removeprefix("xla_gpu_")
-            text = f"{option.name}={defaults.get(name, 'false')}"
+        if "gather" not in option and "scatter" not in option:
+            name = option.removeprefix("xla_gpu_")
+            text = f"{option}={defaults.get(name, 'false')}"
             changes[f"without {name}"] = using(config, xla_options=(text,))
     fp8 = ("decoder.layers.*", "encoder.blocks.*")
     unrolled = ("xla_gpu_command_buffer_unroll_loops=true",)

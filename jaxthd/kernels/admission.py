@@ -19,12 +19,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.paths import user_cache
-from jaxthd.kernels.machine import Machine
+from jaxthd.ops.backend import Machine
 from jaxthd.parallel.mesh import AXES, on_ranks
 from jaxthd.parallel.processes import exchange
 
@@ -37,7 +38,7 @@ class Kernel:
     shape: an AttentionShape or ScanShape.
     unfit: the requirement for this shape: why the back-end cannot run on a machine, in one line, or None.
     probe: finds the error of each of `quantities` on the first device of this process.
-    bound: on every error. sources: the files whose change makes kept errors worthless.
+    bound: on every error.
     """
 
     kind: str
@@ -47,7 +48,11 @@ class Kernel:
     probe: Callable[[], dict[str, float]]
     quantities: tuple[str, ...]
     bound: float
-    sources: tuple[Path, ...]
+
+
+MEASURED = tuple(Path(__file__).parents[1] / name for name in ("kernels", "ops", "packing"))
+"""Folders of the code that is compared, of its probes, and of what both take. A change of any file in them
+makes kept errors worthless."""
 
 
 class Verdict(NamedTuple):
@@ -103,6 +108,12 @@ def as_in_a_step(run: Callable[..., Any]) -> Callable[..., Any]:
     return jax.jit(on_ranks(run, mesh, PartitionSpec(), PartitionSpec()))
 
 
+def error_bound(dtype: str) -> float:
+    """The bound on errors of attention: four roundings of the dtype, eight times what the blockwise back-end
+    takes; more in float32."""
+    return max(4 * float(jnp.finfo(dtype).eps), 1e-4)
+
+
 def error(found: np.ndarray, want: np.ndarray) -> float:
     """Largest difference / largest value. inf unless -inf is where it is wanted and all else is finite."""
     absent = np.isneginf(want)
@@ -120,9 +131,9 @@ def _too_far(kernel: Kernel, errors: dict[str, float]) -> str:
 
 
 def _key(kernel: Kernel, machine: Machine) -> dict[str, Any]:
-    """All that the errors hold for. A change of any of it, or of this file, asks for a new probe."""
+    """All that the errors hold for. A change of any of it asks for a new probe."""
     sources = hashlib.sha256()
-    for path in (Path(__file__), *sorted(kernel.sources)):
+    for path in sorted(path for folder in MEASURED for path in folder.rglob("*.py")):
         sources.update(path.read_bytes())
     return {
         "kind": kernel.kind,

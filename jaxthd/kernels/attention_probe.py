@@ -7,7 +7,6 @@ Legend: N queries and keys, H query heads, K key/value heads, D head dim.
 
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,13 +14,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxthd.kernels.admission import Kernel, as_in_a_step, error
-from jaxthd.ops import pallas_launch
+from jaxthd.kernels.admission import Kernel, as_in_a_step, error, error_bound
 from jaxthd.ops.attention import blockwise
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.attention.ring import merge
-from jaxthd.packing import intervals as intervals_module
 from jaxthd.packing.intervals import KeyIntervals, key_intervals
 
 TOKENS = 384
@@ -43,11 +40,6 @@ PREFIX = (10, 140)
 QUERIES = (16, 32, 64)
 """Queries of each call of decoding, which a kernel may compute in smaller tiles (pallas.tiles_for)."""
 QUANTITIES = ("output", "log-sum-exp", "dq", "dk", "dv")
-
-
-def error_bound(dtype: str) -> float:
-    """Four roundings of the dtype, eight times what the blockwise back-end takes; more in float32."""
-    return max(4 * float(jnp.finfo(dtype).eps), 1e-4)
 
 
 def probe_intervals() -> list[KeyIntervals]:
@@ -195,6 +187,7 @@ def probe_errors(backend: AttentionBackend, shape: AttentionShape) -> dict[str, 
 
 
 def attention_kernel(backend: AttentionBackend, shape: AttentionShape) -> Kernel:
+    """The back-end with its probe for this shape."""
     return Kernel(
         "attention",
         backend.name,
@@ -203,10 +196,6 @@ def attention_kernel(backend: AttentionBackend, shape: AttentionShape) -> Kernel
         partial(probe_errors, backend, shape),
         QUANTITIES,
         error_bound(shape.dtype),
-        (
-            *(Path(x) for x in (__file__, intervals_module.__file__, pallas_launch.__file__)),
-            *Path(blockwise.__file__).parent.glob("*.py"),
-        ),
     )
 
 

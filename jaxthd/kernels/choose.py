@@ -10,7 +10,7 @@ from jaxthd.errors import UserError
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.encoder_probe import encoder_kernels
-from jaxthd.kernels.machine import Machine
+from jaxthd.kernels.machine import this_machine
 from jaxthd.kernels.scan_probe import scan_kernels
 from jaxthd.ops.attention.backends import BACKENDS as ATTENTION
 from jaxthd.ops.attention.backends import for_any_intervals
@@ -151,14 +151,14 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
     attention = config.compute.attention_backend
     if "W" in config.model.llm.kinds and for_any_intervals(attention).name != attention:
         say(f"attention in windows: xla; {attention} does not compute it, pallas does")
-    if Machine.of_this().platform == "gpu" and config.compute.block_sizes is None:
+    if this_machine().platform == "gpu" and config.compute.block_sizes is None:
         config = using(config, block_sizes=replace(config.compute.blocks, **LARGE_KERNELS))
     return config
 
 
 def _admitted(config: Config, choice: Choice, say: Callable[[str], None], folder: Path | None) -> str:
     asked: str = getattr(config.compute, choice.field)
-    machine, plain = Machine.of_this(), choice.plain
+    machine, plain = this_machine(), choice.plain
     if asked == plain or (machine.platform == "cpu" and asked == "auto"):
         return plain
     of_shapes = kernels_of_run(config, choice)
@@ -186,7 +186,7 @@ def _first_admitted(
     folder: Path | None,
 ) -> str:
     """The name of the first that is admitted for all shapes, in their order; the plain one if no other is."""
-    machine, chosen = Machine.of_this(), choice.plain
+    machine, chosen = this_machine(), choice.plain
     refused = []
     for name in (name for name in of_shapes[0] if name != choice.plain):
         refusal = choice.useless(config, name)

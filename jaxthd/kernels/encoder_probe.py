@@ -7,18 +7,14 @@ Legend: N frames, H heads, d head dim, W distances.
 
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from jaxthd.kernels.admission import Kernel, as_in_a_step, error
-from jaxthd.ops import pallas_launch
-from jaxthd.ops.attention import relative
+from jaxthd.kernels.admission import Kernel, as_in_a_step, error, error_bound
 from jaxthd.ops.attention.relative import RelativeShape, distances, relative_attention, unfit
-from jaxthd.packing import intervals
 
 QUANTITIES = ("output", "dq", "dk", "dposition", "dfar", "dv")
 CLIPS = (1, 150, 64, 97)
@@ -29,16 +25,9 @@ PADDING = 150
 """Queries before and after the clips that see nothing, as beside a window: more than any tile has."""
 
 
-def error_bound(dtype: str) -> float:
-    """Four roundings of the dtype; more in float32."""
-    return max(4 * float(jnp.finfo(dtype).eps), 1e-4)
-
-
 def encoder_kernels(shape: RelativeShape) -> list[Kernel]:
-    parts = Path(relative.__file__).parent.glob("*.py")
-    sources = Path(__file__), Path(intervals.__file__), Path(pallas_launch.__file__), *parts
-    bound = error_bound(shape.dtype)
-    how = partial(unfit, shape), partial(probe_errors, shape), QUANTITIES, bound, sources
+    """The one back-end that needs admission, with its probe for this shape."""
+    how = partial(unfit, shape), partial(probe_errors, shape), QUANTITIES, error_bound(shape.dtype)
     return [Kernel("encoder attention", "pallas", shape, *how)]
 
 

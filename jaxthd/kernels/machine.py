@@ -2,13 +2,13 @@
 
 import platform
 import re
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from jaxthd.ops.backend import Machine
 from jaxthd.parallel.mesh import device_platform
 
 PEAK_FLOPS = {
@@ -31,47 +31,25 @@ names first. From NVIDIA's data sheets, without sparsity."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
-@dataclass(frozen=True)
-class Machine:
-    """A Device (ops/backend.py), and more.
-
-    platform: jax's name, "cpu", "gpu", ... kind: the first device's name. compute_capability: of an NVIDIA
-    GPU, such as "9.0". The rest are versions, None for what is missing; cuda and cudnn as these count, 91002
-    for cuDNN 9.10.2.
+def this_machine() -> Machine:
+    """Starts jax's back-end: simulated CPU devices must have been set up before. Raises UserError as
+    device_platform does.
     """
-
-    platform: str
-    kind: str
-    devices: int
-    compute_capability: str | None
-    jax: str
-    jaxlib: str
-    python: str
-    cuda: int | None
-    cudnn: int | None
-    driver: str | None
-    transformer_engine: str | None
-
-    @classmethod
-    def of_this(cls) -> "Machine":
-        """Starts jax's back-end: simulated CPU devices must have been set up before. Raises UserError as
-        device_platform does.
-        """
-        device_platform()
-        first, cuda = jax.local_devices()[0], _cuda_versions()
-        return cls(
-            platform=first.platform,
-            kind=first.device_kind,
-            devices=jax.device_count(),
-            compute_capability=getattr(first, "compute_capability", None),
-            jax=jax.__version__,
-            jaxlib=version("jaxlib"),
-            python=platform.python_version(),
-            cuda=cuda and cuda.cuda_runtime_get_version(),
-            cudnn=cuda and cuda.cudnn_get_version(),
-            driver=_driver(),
-            transformer_engine=installed("transformer-engine-jax") or installed("transformer-engine"),
-        )
+    device_platform()
+    first, cuda = jax.local_devices()[0], _cuda_versions()
+    return Machine(
+        platform=first.platform,
+        kind=first.device_kind,
+        devices=jax.device_count(),
+        compute_capability=getattr(first, "compute_capability", None),
+        jax=jax.__version__,
+        jaxlib=version("jaxlib"),
+        python=platform.python_version(),
+        cuda=cuda and cuda.cuda_runtime_get_version(),
+        cudnn=cuda and cuda.cudnn_get_version(),
+        driver=_driver(),
+        transformer_engine=installed("transformer-engine-jax") or installed("transformer-engine"),
+    )
 
 
 def peak_flops(kind: str) -> float | None:

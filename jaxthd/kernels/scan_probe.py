@@ -8,7 +8,6 @@ Legend: as ops/scan/ssd.py; R rows, T tokens of the probe, t tokens of one of it
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,8 +16,6 @@ import numpy as np
 from jax import Array
 
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error
-from jaxthd.ops import pallas_launch
-from jaxthd.ops.scan import ssd as ssd_module
 from jaxthd.ops.scan.backends import BACKENDS
 from jaxthd.ops.scan.contract import Scan, ScanBackend, ScanInputs, ScanShape
 from jaxthd.ops.scan.ssd import ssd
@@ -43,6 +40,7 @@ def error_bound(dtype: str) -> float:
 
 
 def scan_kernel(backend: ScanBackend, shape: ScanShape) -> Kernel:
+    """The back-end with its probe for this shape."""
     return Kernel(
         "scan",
         backend.name,
@@ -51,7 +49,6 @@ def scan_kernel(backend: ScanBackend, shape: ScanShape) -> Kernel:
         partial(probe_errors, backend.scan, shape),
         QUANTITIES,
         error_bound(shape.dtype),
-        (Path(__file__), Path(pallas_launch.__file__), *Path(ssd_module.__file__).parent.glob("*.py")),
     )
 
 

@@ -2,13 +2,13 @@
 
 Each goes to the compiler with the program (jax.jit's compiler_options). So nothing needs to be in XLA_FLAGS
 before jax starts, and an option that this XLA does not know is an error that names it. On CPUs none is given.
-scripts/check_gpu.py times the step without each of them; OPTIONS holds what it found.
+scripts/check_gpu.py times the step without each of them.
 """
 
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -20,61 +20,27 @@ from jaxthd.files.paths import user_cache
 Value = bool | int | str
 
 
-class Option(NamedTuple):
-    """effect: what was measured, and on which machine; "not yet run on a GPU" if nothing was."""
-
-    name: str
-    value: Value
-    why: str
-    effect: str
-
-
-_NOT_RUN = "not yet run on a GPU"
 _COMMANDS = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION"
 """Not COLLECTIVES: in a loop or a conditional they would be nodes that CUDA's conditional graphs are reported
 to refuse (pytorch/pytorch #180960)."""
 
-OPTIONS = (
-    Option(
-        "xla_gpu_enable_command_buffer",
-        f"{_COMMANDS},CONDITIONAL,WHILE",
-        "CUDA graphs: XLA's default records kernels between loops; layers are a loop here and ring steps are "
-        "conditionals, so both are recorded too, where XLA can",
-        _NOT_RUN,
-    ),
-    Option(
-        "xla_gpu_graph_min_graph_size",
-        2,
-        "A graph for two kernels already (XLA's default: five)",
-        _NOT_RUN,
-    ),
-    Option(
-        "xla_gpu_enable_latency_hiding_scheduler",
-        True,
-        "Collectives start early and end late: ring sends and FSDP gathers beside the matrix products",
-        _NOT_RUN,
-    ),
-    Option(
-        "xla_gpu_all_gather_combine_threshold_bytes",
-        2**28,
-        "A layer's matrices are gathered in one collective, not one each",
-        _NOT_RUN,
-    ),
-    Option(
-        "xla_gpu_reduce_scatter_combine_threshold_bytes",
-        2**28,
-        "The same for its gradients",
-        _NOT_RUN,
-    ),
-    Option(
-        "xla_gpu_dot_merger_threshold_mb",
-        1,
-        "Products of the same tokens stay products of their own, but for the smallest: merged ones (XLA's "
-        "default: up to 32 MB) are cut apart by copies, which take longer than reading the tokens twice",
-        _NOT_RUN,
-    ),
-)
-"""They are given to every program of the model that runs on GPUs."""
+OPTIONS: dict[str, Value] = {
+    # CUDA graphs: XLA's default records kernels between loops; layers are a loop here and ring steps are
+    # conditionals, so both are recorded too, where XLA can.
+    "xla_gpu_enable_command_buffer": f"{_COMMANDS},CONDITIONAL,WHILE",
+    # A graph for two kernels already (XLA's default: five).
+    "xla_gpu_graph_min_graph_size": 2,
+    # Collectives start early and end late: ring sends and FSDP gathers beside the matrix products.
+    "xla_gpu_enable_latency_hiding_scheduler": True,
+    # A layer's matrices are gathered in one collective, not one each; and so are its gradients.
+    "xla_gpu_all_gather_combine_threshold_bytes": 2**28,
+    "xla_gpu_reduce_scatter_combine_threshold_bytes": 2**28,
+    # Products of the same tokens stay products of their own, but for the smallest: merged ones (XLA's
+    # default: up to 32 MB) are cut apart by copies, which take longer than reading the tokens twice.
+    "xla_gpu_dot_merger_threshold_mb": 1,
+}
+"""They are given to every program of the model that runs on GPUs. Not yet run on a GPU, so no effect of any
+was measured."""
 
 
 def compiler_options(config: Config, platform: str) -> dict[str, Value]:
@@ -83,8 +49,7 @@ def compiler_options(config: Config, platform: str) -> dict[str, Value]:
 
     platform: jax's name for the mesh's devices.
     """
-    ours = {option.name: option.value for option in OPTIONS} if platform == "gpu" else {}
-    return ours | given_options(config)
+    return (OPTIONS if platform == "gpu" else {}) | given_options(config)
 
 
 def given_options(config: Config) -> dict[str, Value]:

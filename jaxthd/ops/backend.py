@@ -1,41 +1,38 @@
 """Shared by the back-ends of attention and of the scan: what their requirements read, and finding one by
 name.
 
-A requirement is a pure function (shape, device) -> why the kernel cannot compute this shape there, in one
+A requirement is a pure function (shape, machine) -> why the kernel cannot compute this shape there, in one
 line, or None where it can. It stands in the kernel's file and reads nothing but what it is given, so that ops
 ask no machine anything: jaxthd/kernels/ finds the facts and decides.
 """
 
 import re
 from collections.abc import Mapping
-from typing import Protocol, TypeVar, runtime_checkable
+from dataclasses import dataclass
+from typing import TypeVar
 
 Found = TypeVar("Found")
 
 
-@runtime_checkable
-class Device(Protocol):
-    """Facts about a device and the libraries that run on it; None where there is none."""
+@dataclass(frozen=True)
+class Machine:
+    """Facts about a machine's devices, and the libraries that run on them; None for what is missing.
 
-    @property
-    def platform(self) -> str:
-        """jax's name: "cpu", "gpu", ..."""
+    platform: jax's name, "cpu", "gpu", ... kind: the first device's name. compute_capability: of an NVIDIA
+    GPU, such as "9.0". The rest are versions; cuda and cudnn as these count, 91002 for cuDNN 9.10.2.
+    """
 
-    @property
-    def compute_capability(self) -> str | None:
-        """Compute capability of an NVIDIA GPU, such as "9.0"."""
-
-    @property
-    def jax(self) -> str:
-        """Its version."""
-
-    @property
-    def cudnn(self) -> int | None:
-        """Its version as cuDNN counts: 91002 for 9.10.2."""
-
-    @property
-    def transformer_engine(self) -> str | None:
-        """Its version."""
+    platform: str
+    kind: str
+    devices: int
+    compute_capability: str | None
+    jax: str
+    jaxlib: str
+    python: str
+    cuda: int | None
+    cudnn: int | None
+    driver: str | None
+    transformer_engine: str | None
 
 
 def not_nvidia(platform: str) -> str | None:
@@ -43,9 +40,9 @@ def not_nvidia(platform: str) -> str | None:
     return None if platform in ("gpu", "cuda") else f"it runs on NVIDIA GPUs, and this is {platform}"
 
 
-def below_capability(device: Device, least: tuple[int, int], name: str) -> str | None:
+def below_capability(machine: Machine, least: tuple[int, int], name: str) -> str | None:
     """The requirement of compute capability `least`; name: of its generation of GPUs."""
-    here = device.compute_capability
+    here = machine.compute_capability
     if here is not None and version_numbers(here) >= least:
         return None
     return f"it needs compute capability {least[0]}.{least[1]} ({name}) or later, and this is {here}"

@@ -10,7 +10,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as pltriton
 
-from jaxthd.ops.backend import Device, below_capability, not_nvidia
+from jaxthd.ops.backend import Machine, below_capability, not_nvidia
 from jaxthd.ops.numerics import accumulation_dtype
 
 Ref = Any
@@ -34,9 +34,9 @@ def dot(a: Array, b: Array, dims: Any = ROWS) -> Array:
     return jax.lax.dot_general(a, b, dims, precision=exact, preferred_element_type=accumulation_dtype(a))
 
 
-def below_ampere(device: Device) -> str | None:
+def below_ampere(machine: Machine) -> str | None:
     """The requirement of all kernels: an NVIDIA GPU of Ampere or later."""
-    return not_nvidia(device.platform) or below_capability(device, CAPABILITY_LEAST, "Ampere")
+    return not_nvidia(machine.platform) or below_capability(machine, CAPABILITY_LEAST, "Ampere")
 
 
 def launch(

@@ -19,13 +19,14 @@ from jaxthd.config import (
     ModelConfig,
 )
 from jaxthd.errors import UserError
+from jaxthd.kernels import choose
 from jaxthd.kernels.admission import Kernel, Verdict
 from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
-from jaxthd.kernels.machine import Machine
 from jaxthd.ops.attention import blockwise, pallas_kernels
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend
 from jaxthd.ops.attention.ring import packed_attention
+from jaxthd.ops.backend import Machine
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanInputs, ScanShape
@@ -193,7 +194,7 @@ def test_auto_of_the_encoder_on_each_platform(
     platform: str, want: str, asked: list[Ask], monkeypatch: pytest.MonkeyPatch
 ):
     """As the help of the setting says."""
-    monkeypatch.setattr(Machine, "of_this", lambda: replace(GPU, platform=platform))
+    monkeypatch.setattr(choose, "this_machine", lambda: replace(GPU, platform=platform))
     monkeypatch.setitem(REFUSED, "pallas", (64,) if platform == "tpu" else ())
     encoder = replace(EncoderConfig(), dim=128, heads=2)
     config = asking(LLMConfig(pattern="-"), attention_backend="auto", encoder_attention="auto")
@@ -210,7 +211,7 @@ SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=
 @pytest.fixture
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes admission believe there is a GPU; the kernels are still interpreted."""
-    monkeypatch.setattr(Machine, "of_this", lambda: GPU)
+    monkeypatch.setattr(choose, "this_machine", lambda: GPU)
 
 
 @pytest.mark.usefixtures("on_a_gpu")

@@ -12,13 +12,12 @@ import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
 from jaxthd.kernels.attention_probe import probe_errors
-from jaxthd.kernels.machine import Machine
 from jaxthd.kernels.verified import VERIFIED
 from jaxthd.ops.attention import blockwise, cudnn
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.attention.thd import packed_segments
-from jaxthd.ops.backend import version_numbers
+from jaxthd.ops.backend import Machine, version_numbers
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.segments import Segments, make_segments
 from tests.helpers import row_arrays

@@ -23,7 +23,8 @@ import pytest
 from jax.interpreters import mlir
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.kernels.attention_probe import error_bound, probe_errors
+from jaxthd.kernels.admission import error_bound
+from jaxthd.kernels.attention_probe import probe_errors
 from jaxthd.kernels.choose import using
 from jaxthd.kernels.machine import installed
 from jaxthd.ops.attention.backends import BACKENDS

@@ -9,7 +9,7 @@ import pytest
 
 from jaxthd.config import MeshConfig
 from jaxthd.errors import UserError
-from jaxthd.kernels.machine import Machine
+from jaxthd.kernels.machine import this_machine
 from jaxthd.parallel.mesh import device_platform, make_mesh
 from jaxthd.run import startup
 from jaxthd.validate import DeviceFacts
@@ -120,7 +120,7 @@ def test_a_platform_that_does_not_start_is_named(reason: Exception, monkeypatch:
     for started in (
         device_platform,
         DeviceFacts.of_this_machine,
-        Machine.of_this,
+        this_machine,
         lambda: make_mesh(MeshConfig()),
     ):
         with pytest.raises(

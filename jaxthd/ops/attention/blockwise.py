@@ -206,4 +206,4 @@ def _backward(
     return attention_backward(q, k, v, lse, dot_NH, dout, call.intervals, scale, call.block)
 
 
-BACKEND = AttentionBackend("xla", lambda shape, device: None, _forward, _backward, takes_any_intervals=True)
+BACKEND = AttentionBackend("xla", lambda shape, machine: None, _forward, _backward, takes_any_intervals=True)

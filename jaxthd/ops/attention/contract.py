@@ -29,7 +29,7 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from jaxthd.ops.backend import Device
+from jaxthd.ops.backend import Machine
 from jaxthd.packing.intervals import KeyIntervals
 
 
@@ -96,7 +96,7 @@ class AttentionBackend(NamedTuple):
     """
 
     name: str
-    unfit: Callable[[AttentionShape, Device], str | None]
+    unfit: Callable[[AttentionShape, Machine], str | None]
     forward: Forward
     backward: Backward
     takes_any_intervals: bool = False

@@ -28,7 +28,7 @@ from jaxthd.ops.attention.thd import (
     unfit_cudnn,
     unfit_shape,
 )
-from jaxthd.ops.backend import Device, below_capability, version_numbers
+from jaxthd.ops.backend import Machine, below_capability, version_numbers
 
 GROUPED_LEAST = (0, 11, 1)
 """The first version of jax that is right: earlier ones counted the keys' offsets in query heads (jax-ml/jax
@@ -43,13 +43,13 @@ _NEWER = (*_SETTINGS, "score_mod", "cudnn_version", "return_residual", "res", "g
 0.12.0.1."""
 
 
-def _unfit(shape: AttentionShape, device: Device) -> str | None:
-    reason = unfit_shape(shape, device.platform) or below_capability(device, (9, 0), "Hopper")
+def _unfit(shape: AttentionShape, machine: Machine) -> str | None:
+    reason = unfit_shape(shape, machine.platform) or below_capability(machine, (9, 0), "Hopper")
     if reason:
         return reason
-    if shape.q_heads != shape.kv_heads and version_numbers(device.jax) < GROUPED_LEAST:
-        return f"grouped-query attention is wrong in it before jax 0.11.1, and this is {device.jax}"
-    return unfit_cudnn(device) or _too_large(shape) or changed()
+    if shape.q_heads != shape.kv_heads and version_numbers(machine.jax) < GROUPED_LEAST:
+        return f"grouped-query attention is wrong in it before jax 0.11.1, and this is {machine.jax}"
+    return unfit_cudnn(machine) or _too_large(shape) or changed()
 
 
 def workspace(shape: AttentionShape) -> int:

@@ -23,7 +23,7 @@ from jaxtyping import Float, Int32
 
 from jaxthd.ops.attention import pallas_kernels as kernels
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
-from jaxthd.ops.backend import Device
+from jaxthd.ops.backend import Machine
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.pallas_launch import SMALLEST, below_ampere, launch
 from jaxthd.packing.intervals import key_intervals
@@ -253,9 +253,9 @@ def _key_gradients(given: _Backward) -> tuple[Array, ...]:
     return launch(kernel, (len(tiled.of_keys), kv_heads), inputs, outputs, warps=tiles.warps)
 
 
-def why_unfit(head_dim: int, dtype: str, device: Device) -> str | None:
-    """Why the kernels cannot compute heads of this size on the device; None if they can."""
-    if (reason := below_ampere(device)) is not None:
+def why_unfit(head_dim: int, dtype: str, machine: Machine) -> str | None:
+    """Why the kernels cannot compute heads of this size on the machine; None if they can."""
+    if (reason := below_ampere(machine)) is not None:
         return reason
     if head_dim not in HEAD_DIMS:
         return f"it takes heads of {', '.join(map(str, HEAD_DIMS))} dims, and they have {head_dim}"
@@ -264,8 +264,8 @@ def why_unfit(head_dim: int, dtype: str, device: Device) -> str | None:
     return None
 
 
-def _unfit(shape: AttentionShape, device: Device) -> str | None:
-    return why_unfit(shape.head_dim, shape.dtype, device)
+def _unfit(shape: AttentionShape, machine: Machine) -> str | None:
+    return why_unfit(shape.head_dim, shape.dtype, machine)
 
 
 def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Array, Array]:

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int32
 
 from jaxthd.ops.attention import pallas
 from jaxthd.ops.attention.pallas_kernels import DISTANCES
-from jaxthd.ops.backend import Device
+from jaxthd.ops.backend import Machine
 from jaxthd.ops.numerics import accumulation_dtype, kept
 
 
@@ -37,9 +37,9 @@ class RelativeShape:
         )
 
 
-def unfit(shape: RelativeShape, device: Device) -> str | None:
+def unfit(shape: RelativeShape, machine: Machine) -> str | None:
     """The requirement (ops/backend.py)."""
-    return pallas.why_unfit(shape.head_dim, shape.dtype, device)
+    return pallas.why_unfit(shape.head_dim, shape.dtype, machine)
 
 
 def width(longest: int) -> int:

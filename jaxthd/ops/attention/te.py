@@ -24,7 +24,7 @@ from jaxthd.ops.attention.thd import (
     unfit_cudnn,
     unfit_shape,
 )
-from jaxthd.ops.backend import Device, version_numbers
+from jaxthd.ops.backend import Machine, version_numbers
 
 LEAST = (2, 18)
 """Earlier versions gave wrong gradients on compute capability 12.0."""
@@ -33,17 +33,17 @@ BAD = {"12.0": "gradients of packed attention were measured 8 to 960 times off i
 the kernel's."""
 
 
-def _unfit(shape: AttentionShape, device: Device) -> str | None:
-    reason = unfit_shape(shape, device.platform)
+def _unfit(shape: AttentionShape, machine: Machine) -> str | None:
+    reason = unfit_shape(shape, machine.platform)
     if reason:
         return reason
-    if device.transformer_engine is None:
+    if machine.transformer_engine is None:
         return "transformer-engine is not installed; pip install 'transformer-engine[jax]>=2.18'"
-    if version_numbers(device.transformer_engine) < LEAST:
-        return f"it needs transformer-engine 2.18 or later, and this is {device.transformer_engine}"
-    if device.compute_capability in BAD:
-        return f"{BAD[device.compute_capability]} on compute capability {device.compute_capability}"
-    return unfit_cudnn(device)
+    if version_numbers(machine.transformer_engine) < LEAST:
+        return f"it needs transformer-engine 2.18 or later, and this is {machine.transformer_engine}"
+    if machine.compute_capability in BAD:
+        return f"{BAD[machine.compute_capability]} on compute capability {machine.compute_capability}"
+    return unfit_cudnn(machine)
 
 
 def _arguments(call: Call, scale: float) -> tuple[PackedSegments, Any, dict[str, Any]]:

@@ -16,7 +16,7 @@ from jax import Array
 from jaxtyping import Bool, Int32
 
 from jaxthd.ops.attention.contract import AttentionShape, Call
-from jaxthd.ops.backend import Device, not_nvidia
+from jaxthd.ops.backend import Machine, not_nvidia
 from jaxthd.packing.intervals import KeyIntervals
 
 CUDNN_LEAST = 90600
@@ -115,14 +115,14 @@ def unfit_shape(shape: AttentionShape, platform: str) -> str | None:
     return None
 
 
-def unfit_cudnn(device: Device) -> str | None:
+def unfit_cudnn(machine: Machine) -> str | None:
     """Refuses versions of cuDNN whose packed attention is missing or wrong."""
-    if device.cudnn is None:
+    if machine.cudnn is None:
         return "cuDNN is missing; pip install 'jax[cuda12]' or 'jax[cuda13]'"
-    here = cudnn_text(device.cudnn)
-    if device.cudnn < CUDNN_LEAST:
+    here = cudnn_text(machine.cudnn)
+    if machine.cudnn < CUDNN_LEAST:
         return f"it needs cuDNN {cudnn_text(CUDNN_LEAST)} or later, and this is {here}"
-    faults = (fault for first, end, fault in CUDNN_BAD if first <= device.cudnn < end)
+    faults = (fault for first, end, fault in CUDNN_BAD if first <= machine.cudnn < end)
     return next((f"it cannot use cuDNN {here}: {fault}" for fault in faults), None)
 
 

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.ops.backend import Device
+from jaxthd.ops.backend import Machine
 
 
 class ScanInputs(NamedTuple):
@@ -57,6 +57,6 @@ class ScanBackend(NamedTuple):
     """
 
     name: str
-    unfit: Callable[[ScanShape, Device], str | None]
+    unfit: Callable[[ScanShape, Machine], str | None]
     scan: Scan
     is_interpreted_on_cpu: bool = False

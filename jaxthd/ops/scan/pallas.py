@@ -52,7 +52,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from jaxthd.ops.backend import Device
+from jaxthd.ops.backend import Machine
 from jaxthd.ops.pallas_launch import SMALLEST, below_ampere
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs, ScanShape
 from jaxthd.ops.scan.pallas_launches import (
@@ -138,9 +138,9 @@ def why_unfit(chunk: int, head_dim: int, state: int, dtype: str) -> list[str]:
     return unfit
 
 
-def _unfit(shape: ScanShape, device: Device) -> str | None:
+def _unfit(shape: ScanShape, machine: Machine) -> str | None:
     return (
-        below_ampere(device)
+        below_ampere(machine)
         or " and ".join(why_unfit(shape.chunk, shape.head_dim, shape.state, shape.dtype))
         or None
     )

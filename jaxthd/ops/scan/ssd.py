@@ -35,7 +35,7 @@ def ssd(inputs: ScanInputs, segments: Segments, *, chunk: int) -> Float[Array, "
     return ssd_and_states(inputs, segments, jnp.zeros(0, jnp.int32), chunk=chunk)[0]
 
 
-BACKEND = ScanBackend("xla", lambda shape, device: None, ssd)
+BACKEND = ScanBackend("xla", lambda shape, machine: None, ssd)
 
 
 def ssd_and_states(
