@@ -24,7 +24,6 @@ from jaxthd.kernels.choose import CHOICES, kernels_of_run
 from jaxthd.kernels.encoder_probe import encoder_kernels
 from jaxthd.kernels.machine import installed, this_machine
 from jaxthd.kernels.scan_probe import scan_kernels
-from jaxthd.kernels.verified import verified_on
 from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.attention.thd import cudnn_text
@@ -76,9 +75,10 @@ def as_json(machine: Machine, found: Sequence[Found]) -> str:
         "packages": {name: installed(name) for name in OTHERS},
     }
     for kind, kernels, verdicts in ((x.kind, *x) for x in found):
+        pairs = zip(kernels, verdicts, strict=True)
         of_shape = {
             "shape": asdict(kernels[0].shape),
-            "backends": [x._asdict() | {"verified": verified_on(kind, x.backend)} for x in verdicts],
+            "backends": [verdict._asdict() | {"verified": kernel.verified} for kernel, verdict in pairs],
         }
         if kind in report:
             report[kind].setdefault("other_shapes", []).append(of_shape)
@@ -115,9 +115,9 @@ def _as_table(found: Found) -> str:
             verdict.backend,
             "yes" if verdict.refusal is None else "no",
             *(f"{verdict.errors[name]:.1e}" if verdict.errors else "-" for name in quantities),
-            verified_on(found.kind, verdict.backend),
+            kernel.verified,
         ]
-        for verdict in found.verdicts
+        for kernel, verdict in zip(*found, strict=True)
     ]
     columns = f"back-end|admitted|{'|'.join(quantities)}|verified on"
     shape = f"{found.kind.capitalize()}: {found.kernels[0].shape}"

@@ -10,14 +10,11 @@ import jax
 import pytest
 
 from jaxthd import doctor
-from jaxthd.kernels.verified import VERIFIED
 from jaxthd.ops.attention import backends as attention
 from jaxthd.ops.scan import backends as scan
 
-KINDS = (
-    ("attention", attention.BACKENDS, VERIFIED["attention"]),
-    ("scan", scan.BACKENDS, VERIFIED["scan"]),
-)
+KINDS = ("attention", attention.BACKENDS), ("scan", scan.BACKENDS)
+TITLES = {"attention": "`compute.attention_backend`", "scan": "Mamba2's scan"}
 ROOT = Path(__file__).parents[1]
 TABLES = ROOT / "docs" / "kernels.md"
 BARE = """
@@ -44,11 +41,11 @@ def test_the_doctor_tells_the_truth_with_little_installed(
     assert report["machine"]["cudnn"] is None
     assert report["machine"]["transformer_engine"] is None
     where = "it runs on NVIDIA GPUs, and this is cpu"
-    for kind, backends, verified in KINDS:
+    for kind, backends in KINDS:
         found = report[kind]["backends"]
         assert [x["backend"] for x in found] == list(backends)
         for backend in found:
-            assert backend["verified"] == verified[backend["backend"]]
+            assert backend["verified"] == backends[backend["backend"]].verified
             if backend["backend"] == "xla":
                 assert backend["refusal"] is None
                 assert 0 < max(backend["errors"].values()) < backend["bound"]
@@ -68,7 +65,7 @@ def test_the_doctor_tells_the_truth_with_little_installed(
     _, *tables, encoder = out.split("\n\n")
     assert encoder.startswith("Encoder attention: bfloat16, ")
     assert encoder.endswith(f"  pallas: {where}\n")
-    for (kind, backends, _), text in zip(KINDS, tables, strict=True):
+    for (kind, backends), text in zip(KINDS, tables, strict=True):
         title, *lines = text.splitlines()
         assert title.startswith(f"{kind.capitalize()}: bfloat16, ")
         cells = {line.split()[0]: line.split() for line in lines}
@@ -93,14 +90,13 @@ def test_a_config_s_problem_is_what_is_measured(tmp_path: Path, monkeypatch, cap
 def test_the_documentation_says_where_each_back_end_ran():
     """There is a table for each setting; its rows are exactly the existing back-ends."""
     text = TABLES.read_text()
-    for kind, backends, verified in KINDS:
-        assert list(verified) == list(backends)
-        _, table = text.split("| Mamba2's scan |" if kind == "scan" else f"| `compute.{kind}_backend` |")
+    for kind, backends in KINDS:
+        _, table = text.split(f"| {TITLES[kind]} |")
         rows = [line for line in table.split("\n\n")[0].splitlines() if line.startswith("| `")]
-        assert len(rows) == len(verified)
-        for row, (name, where) in zip(rows, verified.items(), strict=True):
+        assert len(rows) == len(backends)
+        for row, (name, backend) in zip(rows, backends.items(), strict=True):
             assert row.startswith(f"| `{name}` |")
-            assert row.endswith(f"| {where} |")
+            assert row.endswith(f"| {backend.verified} |")
     (row,) = (line for line in text.splitlines() if "attention/relative.py" in line)
     assert row.startswith("| `pallas` |")
-    assert row.endswith(f"| {VERIFIED['encoder attention']['pallas']} |")
+    assert row.endswith(f"| {attention.pallas.VERIFIED} |")

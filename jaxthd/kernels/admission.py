@@ -38,7 +38,7 @@ class Kernel:
     shape: an AttentionShape or ScanShape.
     unfit: the requirement for this shape: why the back-end cannot run on a machine, in one line, or None.
     probe: finds the error of each of `quantities` on the first device of this process.
-    bound: on every error.
+    bound: on every error. verified: where it ran, for people.
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Kernel:
     probe: Callable[[], dict[str, float]]
     quantities: tuple[str, ...]
     bound: float
+    verified: str
 
 
 MEASURED = tuple(Path(__file__).parents[1] / name for name in ("kernels", "ops", "packing"))

@@ -196,6 +196,7 @@ def attention_kernel(backend: AttentionBackend, shape: AttentionShape) -> Kernel
         partial(probe_errors, backend, shape),
         QUANTITIES,
         error_bound(shape.dtype),
+        backend.verified,
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from jaxthd.kernels.admission import Kernel, as_in_a_step, error, error_bound
+from jaxthd.ops.attention.pallas import VERIFIED
 from jaxthd.ops.attention.relative import RelativeShape, distances, relative_attention, unfit
 
 QUANTITIES = ("output", "dq", "dk", "dposition", "dfar", "dv")
@@ -28,7 +29,7 @@ PADDING = 150
 def encoder_kernels(shape: RelativeShape) -> list[Kernel]:
     """The one back-end that needs admission, with its probe for this shape."""
     how = partial(unfit, shape), partial(probe_errors, shape), QUANTITIES, error_bound(shape.dtype)
-    return [Kernel("encoder attention", "pallas", shape, *how)]
+    return [Kernel("encoder attention", "pallas", shape, *how, VERIFIED)]
 
 
 def probe_errors(shape: RelativeShape) -> dict[str, float]:

@@ -49,6 +49,7 @@ def scan_kernel(backend: ScanBackend, shape: ScanShape) -> Kernel:
         partial(probe_errors, backend.scan, shape),
         QUANTITIES,
         error_bound(shape.dtype),
+        backend.verified,
     )
 
 

@@ -22,7 +22,7 @@ from jaxthd.models.layers import Linear
 from jaxthd.models.subsampling import Subsampling
 from jaxthd.ops.activations import glu, silu
 from jaxthd.ops.conv import centered_conv
-from jaxthd.ops.neighbours import Neighbours, make_neighbours
+from jaxthd.ops.neighbours import Neighbours, extended, make_neighbours
 from jaxthd.ops.norms import layer_norm, scaled_deviations, squared_deviations
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
@@ -220,7 +220,8 @@ class FastConformer(nnx.Module):
         if neighbours is None:
             return subsampling(mels_AM, mel_mask_A, start_E) * self.scale
         rows, frames = segments.rows, segments.row_length
-        mels_RAM = neighbours.extended(mels_AM.reshape(rows, -1, mels_AM.shape[1]), SUBSAMPLING, 0)
+        mels_RAM = mels_AM.reshape(rows, -1, mels_AM.shape[1])
+        mels_RAM = extended(mels_RAM, SUBSAMPLING, 0, neighbours.is_cut, neighbours.axes)
         start_RE = start_E.reshape(rows, frames)
         # A chunk that goes on here has filled the frame before.
         before_R8 = jnp.repeat(~start_RE[:, :1], SUBSAMPLING, axis=1)

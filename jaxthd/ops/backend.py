@@ -14,6 +14,10 @@ from typing import TypeVar
 Found = TypeVar("Found")
 
 
+RAN_ON_CPU = "CPU, jax 0.10.2, 0.11.2 and 0.12.0.1, 2026-11-22"
+"""Where the back-ends of XLA's code ran, and others in part."""
+
+
 @dataclass(frozen=True)
 class Machine:
     """Facts about a machine's devices, and the libraries that run on them; None for what is missing.

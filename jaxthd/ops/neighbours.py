@@ -60,10 +60,6 @@ class Neighbours(NamedTuple):
         x_RS = around(x.reshape(self.rows, -1, *x.shape[1:]), self.reach, self.reach, self.axes)
         return x_RS.reshape(-1, *x.shape[1:])
 
-    def extended(self, x_RE: Shaped[Array, "R n ..."], before: int, after: int) -> Shaped[Array, "R m ..."]:
-        """x with so many frames of the ranks before and after; 0 beyond the row, and if no chunk is cut."""
-        return extended(x_RE, before, after, self.is_cut, self.axes)
-
 
 def make_neighbours(
     segments: Segments, reach: int, axes: tuple[str, ...], mesh_axes: tuple[str, ...]
@@ -97,7 +93,7 @@ def make_neighbours(
 def extended(
     x_RE: Shaped[Array, "R n ..."], before: int, after: int, is_cut: Bool[Array, ""], axes: tuple[str, ...]
 ) -> Shaped[Array, "R m ..."]:
-    """Neighbours.extended."""
+    """x with so many frames of the ranks before and after; 0 beyond the row, and if no chunk is cut."""
     padding = [(0, 0), (before, after), *[(0, 0)] * (x_RE.ndim - 2)]
     from_ranks = partial(around, before=before, after=after, axes=axes)
     return jax.lax.cond(is_cut, from_ranks, lambda x: jnp.pad(x, padding), x_RE)

@@ -17,6 +17,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.ops.attention.contract import AttentionBackend, Call
+from jaxthd.ops.backend import RAN_ON_CPU
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.intervals import KeyIntervals, blocked
 
@@ -107,8 +108,8 @@ def attention_backward(
     q_NHD: Float[Array, "N H D"],
     k_SKD: Float[Array, "S K D"],
     v_SKV: Float[Array, "S K V"],
+    out_NHV: Float[Array, "N H V"],
     lse_NH: Float[Array, "N H"],
-    dot_NH: Float[Array, "N H"],
     dout_NHV: Float[Array, "N H V"],
     intervals: KeyIntervals,
     scale: float,
@@ -116,12 +117,12 @@ def attention_backward(
 ) -> tuple[Float[Array, "N H D"], Float[Array, "S K D"], Float[Array, "S K V"]]:
     """Gradients of queries, keys and values in promote(float32, input dtype).
 
-    lse_NH: log-sum-exp over all keys that a query sees, in other calls too; so the gradients of all calls add
-    up.
-    dot_NH: sum over V of dout * out.
+    out_NHV, lse_NH: output and log-sum-exp over all keys that a query sees, in other calls too; so the
+    gradients of all calls add up.
     """
     (n, s), kv_heads, acc = (len(q_NHD), len(k_SKD)), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
+    dot_NH = (dout_NHV.astype(out_NHV.dtype) * out_NHV).sum(-1)
     finite_lse_NH = jnp.where(jnp.isfinite(lse_NH), lse_NH, 0)
 
     def query_block(carry: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], Array]:
@@ -187,8 +188,7 @@ def _interval_forward(q, k, v, intervals, scale, block):
 
 def _interval_backward(scale, block, residuals, dout):
     q, k, v, intervals, out, lse = residuals
-    dot_NH = (dout.astype(out.dtype) * out).sum(-1)
-    dq, dk, dv = attention_backward(q, k, v, lse, dot_NH, dout, intervals, scale, block)
+    dq, dk, dv = attention_backward(q, k, v, out, lse, dout, intervals, scale, block)
     return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
 
 
@@ -202,8 +202,14 @@ def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Ar
 def _backward(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, call: Call, scale: float
 ) -> tuple[Array, Array, Array]:
-    dot_NH = (dout.astype(out.dtype) * out).sum(-1)
-    return attention_backward(q, k, v, lse, dot_NH, dout, call.intervals, scale, call.block)
+    return attention_backward(q, k, v, out, lse, dout, call.intervals, scale, call.block)
 
 
-BACKEND = AttentionBackend("xla", lambda shape, machine: None, _forward, _backward, takes_any_intervals=True)
+BACKEND = AttentionBackend(
+    "xla",
+    lambda shape, machine: None,
+    _forward,
+    _backward,
+    f"{RAN_ON_CPU}; not yet run on a GPU",
+    takes_any_intervals=True,
+)

@@ -28,7 +28,7 @@ from jaxthd.ops.attention.thd import (
     unfit_cudnn,
     unfit_shape,
 )
-from jaxthd.ops.backend import Machine, below_capability, version_numbers
+from jaxthd.ops.backend import RAN_ON_CPU, Machine, below_capability, version_numbers
 
 GROUPED_LEAST = (0, 11, 1)
 """The first version of jax that is right: earlier ones counted the keys' offsets in query heads (jax-ml/jax
@@ -175,4 +175,10 @@ def _backward(
     return keep(where, dq[0]), keep(keys, dk[0]), keep(keys, dv[0])
 
 
-BACKEND = AttentionBackend("cudnn", _unfit, _forward, _backward)
+BACKEND = AttentionBackend(
+    "cudnn",
+    _unfit,
+    _forward,
+    _backward,
+    f"not yet run; jax's own code over dense kernels, and lowered for CUDA, on a {RAN_ON_CPU}",
+)

@@ -80,17 +80,7 @@ def _bias(position_NHd: Array, far_WHd: Array) -> Array:
     return found
 
 
-def _forward(
-    q: Array,
-    k: Array,
-    position: Array,
-    far: Array,
-    v: Array,
-    lo: Array,
-    hi: Array,
-    scale: float,
-    longest: int,
-) -> tuple[Array, Any]:
+def _forward(q, k, position, far, v, lo, hi, scale: float, longest: int) -> tuple[Array, Any]:
     hi_there = jnp.where(hi - lo <= longest, hi, lo)
     out, lse = pallas.forward(q, k, v, lo, hi_there, scale, _bias(position, far), dtype=v.dtype)
     out = kept(jnp.where((hi - lo <= longest)[:, None, None], out, jnp.nan))

@@ -52,11 +52,13 @@ ops/scan/ssd.py defines it."""
 
 
 class ScanBackend(NamedTuple):
-    """unfit: the requirement (ops/backend.py). is_interpreted_on_cpu: a CPU interprets it, slowly, which says
+    """unfit: the requirement (ops/backend.py). verified: where, when and with which versions it ran;
+    `jaxthd doctor` shows it. is_interpreted_on_cpu: a CPU interprets it, slowly, which says
     nothing about its compiled form.
     """
 
     name: str
     unfit: Callable[[ScanShape, Machine], str | None]
     scan: Scan
+    verified: str = "not yet run"
     is_interpreted_on_cpu: bool = False

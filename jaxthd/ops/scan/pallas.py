@@ -52,7 +52,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from jaxthd.ops.backend import Machine
+from jaxthd.ops.backend import RAN_ON_CPU, Machine
 from jaxthd.ops.pallas_launch import SMALLEST, below_ampere
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs, ScanShape
 from jaxthd.ops.scan.pallas_launches import (
@@ -65,6 +65,7 @@ from jaxthd.ops.scan.pallas_launches import (
     shared_grad,
     states,
 )
+from jaxthd.ops.scan.ssd import positions_by_scan_chunk
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.segments import Segments
 
@@ -110,10 +111,7 @@ def ssd_pallas(
         x = x.reshape(context_chunks, length, *x.shape[1:])
         return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).reshape(-1, *x.shape[2:])
 
-    # The filling continues the last token's document with dt = 0, which leaves the state as it is.
-    positions_ZL = segments.positions.reshape(context_chunks, length)
-    filling_Zp = positions_ZL[:, -1:] + jnp.arange(1, padding + 1, dtype=jnp.int32)
-    positions_N = jnp.concatenate([positions_ZL, filling_Zp], axis=1).reshape(-1)
+    positions_N = positions_by_scan_chunk(segments, chunk).reshape(-1)
     dt_HN = filled(dt_NH.astype(jnp.float32)).T
     la_HN = dt_HN * a_H.astype(jnp.float32)[:, None]
     y_NHP = _scan(sizes, filled(x_NHP), dt_HN, la_HN, filled(b_NGS), filled(c_NGS), positions_N, segments)
@@ -146,33 +144,23 @@ def _unfit(shape: ScanShape, machine: Machine) -> str | None:
     )
 
 
-BACKEND = ScanBackend("pallas", _unfit, ssd_pallas, is_interpreted_on_cpu=True)
+BACKEND = ScanBackend(
+    "pallas",
+    _unfit,
+    ssd_pallas,
+    f"not yet run; interpreted, and lowered for CUDA, on a {RAN_ON_CPU}",
+    is_interpreted_on_cpu=True,
+)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _scan(
-    sizes: Sizes,
-    x_NHP: Array,
-    dt_HN: Array,
-    la_HN: Array,
-    b_NGS: Array,
-    c_NGS: Array,
-    positions_N: Array,
-    segments: Segments,
-) -> Array:
-    return _scan_forward(sizes, x_NHP, dt_HN, la_HN, b_NGS, c_NGS, positions_N, segments)[0]
+def _scan(sizes: Sizes, *given: Any) -> Array:
+    """given: x, dt, log decay, B, C and positions, of whole scan chunks, and the segments."""
+    return _scan_forward(sizes, *given)[0]
 
 
-def _scan_forward(
-    sizes: Sizes,
-    x_NHP: Array,
-    dt_HN: Array,
-    la_HN: Array,
-    b_NGS: Array,
-    c_NGS: Array,
-    positions_N: Array,
-    segments: Segments,
-) -> tuple[Array, Any]:
+def _scan_forward(sizes: Sizes, *given: Any) -> tuple[Array, Any]:
+    x_NHP, dt_HN, la_HN, b_NGS, c_NGS, positions_N, segments = given
     decays = _decays(sizes, _sums(sizes, la_HN), positions_N)
     to_end_HN = dt_HN * decays.end
     states_CHSP, last_ZHSP = states(sizes, b_NGS, x_NHP, to_end_HN, decays.total)
