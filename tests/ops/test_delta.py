@@ -1,4 +1,5 @@
-"""The gated delta rule: packed equals each document alone, token by token, on every context size."""
+"""The gated delta rule: packed equals each document alone, token by token, on every context size; the
+inverse of unit lower triangular matrices that it takes."""
 
 import jax
 import jax.numpy as jnp
@@ -6,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxthd.ops.delta.rule import DeltaInputs, gated_delta_rule
+from jaxthd.ops.delta.unit_triangular import inverse_of_unit_lower
 from jaxthd.ops.scan import state_passing
 from jaxthd.packing.segments import segments_of
 from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans
@@ -115,3 +117,31 @@ def test_in_float32_decays_of_any_size_stay_finite():
         )
     assert_same(y, want_y, 1e-5)
     assert_same(tuple(dinputs), tuple(want_dinputs), 1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 6, 16])
+def test_the_inverse_equals_the_general_one_gradients_included(size):
+    """What is on and above the diagonal has no effect."""
+    rng = np.random.default_rng(size)
+    lower, dinverse = rng.normal(size=(2, 3, size, size))
+
+    want = np.linalg.inv(np.tril(lower, -1) + np.eye(size))
+    dlower = np.tril(-want.swapaxes(1, 2) @ dinverse @ want.swapaxes(1, 2), -1)
+    with jax.enable_x64(True):
+        found, pull = jax.vjp(inverse_of_unit_lower, jnp.asarray(lower))
+        assert_same((found, *pull(jnp.asarray(dinverse))), (want, dlower), 1e-10)
+
+
+def test_in_float32_equal_keys_lose_no_digits_of_the_inverse():
+    """Keys that are all alike and rates of 1: the inverse is 1 on the diagonal, -1 below it, 0 elsewhere; the
+    powers of the matrix reach 1e18.
+    """
+    inverse = inverse_of_unit_lower(jnp.ones((64, 64), jnp.float32))
+    np.testing.assert_array_equal(inverse, np.eye(64) - np.eye(64, k=-1))
+
+
+def test_the_program_of_the_inverse_calls_no_solver():
+    """A solver of jaxlib's can wait for ever on two cores."""
+    text = jax.jit(jax.grad(lambda x: inverse_of_unit_lower(x).sum())).lower(jnp.eye(8)).as_text()
+    assert "dot_general" in text
+    assert "custom_call" not in text

@@ -1,4 +1,5 @@
-"""Attention: packed equals each document alone, on every context size, by ring and by all-gather."""
+"""Attention, also in a sliding window and with sinks: packed equals each document alone, on every context
+size, by ring and by all-gather."""
 
 from itertools import product
 
@@ -11,7 +12,7 @@ from jaxthd.ops.attention.cudnn import GROUPED_LEAST
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.backend import version_numbers
 from jaxthd.packing.layout import DualChunkSwap
-from jaxthd.packing.segments import make_segments
+from jaxthd.packing.segments import make_segments, segments_of
 from tests.helpers import CAPACITY, CASES, assert_same, context_mesh, on_context, row_arrays, spans
 from tests.ops import dense_kernels, fake_kernels
 
@@ -19,39 +20,48 @@ H, K, D, V = 4, 2, 8, 6
 SCALE = D**-0.5
 
 
-def dense_document(q, k, v):
-    """Causal attention of one document by the definition, in NumPy float64."""
+ALL = 1000
+"""A window that is longer than all documents."""
+NO_SINK = np.full(H, -np.inf)
+
+
+def dense_document(q, k, v, sink, dout, window):
+    """(output, gradients of q, k, v, sink) of one document by the definition: the softmax of its scores and
+    the sink, which has no value. NumPy float64."""
     n = len(q)
     k, v = (np.repeat(x, H // K, axis=1) for x in (k, v))
-    s = np.where(np.tril(np.ones((n, n), bool)), SCALE * np.einsum("ihd,jhd->hij", q, k), -np.inf)
+    back = np.arange(n)[:, None] - np.arange(n)
+    s = np.where((back >= 0) & (back < window), SCALE * np.einsum("ihd,jhd->hij", q, k), -np.inf)
+    s = np.concatenate([s, np.broadcast_to(sink[:, None, None], (H, n, 1))], -1)
     p = np.exp(s - s.max(-1, keepdims=True))
     p /= p.sum(-1, keepdims=True)
-    return np.einsum("hij,jhv->ihv", p, v), p
+    dp = np.concatenate([np.einsum("ihv,jhv->hij", dout, v), np.zeros((H, n, 1))], -1)
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True))
+    p, ds, d_sink = p[..., :-1], SCALE * ds[..., :-1], ds[..., -1].sum(1)
 
-
-def dense_gradients(q, k, v, dout):
-    """Its gradients, by the textbook formulas."""
-    _, p = dense_document(q, k, v)
-    kk, vv = (np.repeat(x, H // K, axis=1) for x in (k, v))
-    dp = np.einsum("ihv,jhv->hij", dout, vv)
-    ds = SCALE * p * (dp - (p * dp).sum(-1, keepdims=True))
-
-    def sum_groups(x):
+    def grouped(x):
         return x.reshape(len(x), K, H // K, -1).sum(2)
 
-    dv = sum_groups(np.einsum("hij,ihv->jhv", p, dout))
-    return np.einsum("hij,jhd->ihd", ds, kk), sum_groups(np.einsum("hij,ihd->jhd", ds, q)), dv
+    return (
+        np.einsum("hij,jhv->ihv", p, v),
+        np.einsum("hij,jhd->ihd", ds, k),
+        grouped(np.einsum("hij,ihd->jhd", ds, q)),
+        grouped(np.einsum("hij,ihv->jhv", p, dout)),
+        d_sink,
+    )
 
 
-def dense_documents(lengths, q, k, v, dout):
-    """Outputs and gradients of a packed buffer, with each document computed alone."""
+def dense_documents(lengths, q, k, v, dout, sink=NO_SINK, window=ALL):
+    """(outputs, gradients of q, k, v, sink) of a packed buffer, each document computed alone in float64."""
+    q, k, v, sink, dout = (x.astype(np.float64) for x in (q, k, v, sink, dout))
     want = [np.zeros_like(x, np.float64) for x in (dout, q, k, v)]
+    d_sink = np.zeros(H)
     for span in spans(lengths):
-        one = [x[span].astype(np.float64) for x in (q, k, v)]
-        parts = (dense_document(*one)[0], *dense_gradients(*one, dout[span].astype(np.float64)))
+        *parts, of_sink = dense_document(q[span], k[span], v[span], sink, dout[span], window)
+        d_sink += of_sink
         for whole, part in zip(want, parts, strict=True):
             whole[span] = part
-    return tuple(want)
+    return *want, d_sink
 
 
 MESHES = [(1, "ring"), *product((2, 4), ("ring", "all_gather"))]
@@ -89,7 +99,7 @@ def test_packed_equals_each_document_alone(context, exchange, dtype):
             )
             y, _, gradients = run(None, (q, k, v), *row_arrays(lengths, even), dout)
             want = dense_documents(lengths, q, k, v, dout)
-            assert_same((y, *gradients), want, 1e-10 if dtype == np.float64 else 1e-5)
+            assert_same((y, *gradients), want[:-1], 1e-10 if dtype == np.float64 else 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -124,7 +134,7 @@ def test_fused_back_ends_get_the_same_calls(backend, context, exchange, monkeypa
             rng.normal(size=(CAPACITY, *s)).astype(np.float32) for s in ((H, D), (K, D), (K, V), (H, V))
         )
         y, _, gradients = run(None, (q, k, v), *row_arrays(lengths), dout)
-        assert_same((y, *gradients), dense_documents(lengths, q, k, v, dout), 1e-5)
+        assert_same((y, *gradients), dense_documents(lengths, q, k, v, dout)[:-1], 1e-5)
 
 
 @pytest.mark.parametrize("context", [2, 3, 4, 8])
@@ -212,6 +222,61 @@ def test_an_exchange_may_stand_where_other_stages_run_something_else():
     order = DualChunkSwap(4).permutation(length)
     given = jax.tree.map(lambda x: x[order], ((q, k, v), *row_arrays([length])))
     first, second = np.asarray(run(*given))
-    want = dense_document(*(x.astype(np.float64) for x in (q, k, v)))[0]
+    want = dense_documents([length], q, k, v, np.zeros((length, H, V)))[0]
     assert_same((first,), (want[order],), 1e-5)
     assert not second.any()
+
+
+def compare(context: int, exchange: str, window: int, backend: str = "xla") -> None:
+    """Windows from ALL on are no windows: full attention with sinks."""
+    rng = np.random.default_rng(window)
+
+    def attend(sink, qkv, segments):
+        exchanged = {"exchange": exchange, "backend": backend, "in_window": window < ALL}
+        return packed_attention(*qkv, segments, scale=SCALE, sink_H=sink, **exchanged)
+
+    run = on_context(attend, context, block=8, documents=9, window=window)
+    dtype = np.float64 if jax.config.read("jax_enable_x64") else np.float32
+    for lengths in CASES.values():
+        q, k, v, dout = (rng.normal(size=(CAPACITY, *s)) for s in ((H, D), (K, D), (K, V), (H, V)))
+        given = [x.astype(dtype) for x in (q, k, v, rng.normal(size=H), dout)]
+        y, d_sink, gradients = run(given[3], tuple(given[:3]), *row_arrays(lengths), given[4])
+        want = dense_documents(lengths, *given[:3], given[4], given[3], window)
+        assert_same((y, *gradients, d_sink), want, 1e-10 if dtype == np.float64 else 1e-5)
+
+
+WINDOWS = (1, 3, 8, 25, 64, ALL)
+TYPICAL_WINDOWS = [
+    (1, "ring", 3),
+    (4, "ring", 25),
+    (2, "all_gather", 64),
+    (4, "ring", ALL),
+]
+
+
+@pytest.mark.parametrize(
+    ("context", "exchange", "window"),
+    [
+        run if run in TYPICAL_WINDOWS else pytest.param(*run, marks=pytest.mark.exhaustive)
+        for run in ((*mesh, window) for mesh, window in product(MESHES, WINDOWS))
+        if run in TYPICAL_WINDOWS or (MESHES.index(run[:2]) + WINDOWS.index(run[2])) % 3 == 0
+    ],
+)
+def test_in_windows_packed_equals_each_document_alone(context, exchange, window):
+    """Windows shorter than, equal to and longer than documents and context chunks."""
+    with jax.enable_x64(True):
+        compare(context, exchange, window)
+
+
+def test_sinks_are_the_same_for_fused_back_ends(monkeypatch):
+    """They compute calls; the sink enters after these."""
+    fake_kernels.install_te(monkeypatch)
+    compare(2, "ring", ALL, "te")
+
+
+def test_blocks_outside_all_windows_are_not_computed():
+    """64 tokens in blocks of 8: with a window of 9 a block of queries meets two blocks of keys."""
+    windowed = segments_of([64], block=8, window=9).windowed
+    assert windowed is not None
+    first, end = np.asarray(windowed[0].local.blocks).T
+    np.testing.assert_array_equal(end - first, [1] + [2] * 7)
