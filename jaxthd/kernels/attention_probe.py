@@ -110,9 +110,11 @@ def _programs(
         documents, alone = MOST, False
 
     def forward(intervals: KeyIntervals, q: Array, k: Array, v: Array) -> tuple[Array, ...]:
+        """The back-end's forward call."""
         return backend.forward(q, k, v, Call(intervals, causal, BLOCK, documents, alone), scale)
 
     def backward(intervals: KeyIntervals, *given: Array) -> tuple[Array, ...]:
+        """The back-end's backward call."""
         q, k, v, out, lse, dout = given
         call = Call(intervals, causal, BLOCK, documents, alone)
         return backend.backward(q, k, v, out.astype(lse.dtype), lse, dout, call, scale)
@@ -171,6 +173,7 @@ def probe_errors(backend: AttentionBackend, shape: AttentionShape) -> dict[str, 
     takes_any = backend.takes_any_intervals
 
     def run(backend: AttentionBackend, arrays: dict[str, Array]) -> dict[str, list[np.ndarray]]:
+        """QUANTITIES of all calls, those of decoding too."""
         found = _run(backend, arrays, scale, softmaxes)
         if takes_any:
             decoded = _decode(backend, arrays, scale)

@@ -104,12 +104,14 @@ def probe_program(scan: Scan, shape: ScanShape) -> Any:
     """
 
     def of_rank(axis: str | None, ids_RT: Array, positions_RT: Array, *inputs: Array) -> tuple[Array, ...]:
+        """QUANTITIES of one rank. axis: of the context ranks, or None."""
         *given, dy = inputs
         segments = make_segments(ids_RT, positions_RT, block=64, axis=axis)
         y, pull = jax.vjp(partial(scan, segments=segments, chunk=shape.chunk), ScanInputs(*given))
         return (y * segments.valid[:, None, None], *pull(dy.astype(y.dtype))[0])
 
     def of_ranks(ids_RT: Array, positions_RT: Array, *inputs: Array) -> tuple[Array, ...]:
+        """QUANTITIES of all ranks, in document order; da is summed over them."""
         order_T = DualChunkSwap(RANKS).permutation(ids_RT.shape[1])
         order_rt = order_T.reshape(RANKS, -1)
         rows = (x_RT[:, order_rt].swapaxes(0, 1) for x_RT in (ids_RT, positions_RT))

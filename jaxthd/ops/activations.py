@@ -24,6 +24,7 @@ def from_inputs(compute: Elementwise) -> Elementwise:
     """
 
     def backward(inputs: tuple[Array, ...], dout: Array) -> tuple[Array, ...]:
+        """Computes the gradients of the inputs again, from the inputs alone."""
         dout = jax.lax.optimization_barrier(dout)
         acc = accumulation_dtype(dout)
         _, gradients_of = jax.vjp(compute, *(x.astype(acc) for x in inputs))

@@ -55,6 +55,7 @@ class _More(NamedTuple):
     values: Float[Array, "F C"]
 
     def to(self, y_RSLC: Array) -> Array:
+        """y [R, S, L, C] with the values added."""
         y_NC = (
             y_RSLC.reshape(-1, y_RSLC.shape[-1])
             .at[self.at]
@@ -109,6 +110,7 @@ def _from_chunks(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
     here_F = cut.own.local_index(at_REk.reshape(segments.rows, -1))
 
     def exchanged(x_NC: Array, w_KC: Array) -> Array:
+        """Additions [E, k, C], from the last tokens of the context chunks before."""
         last_EkC = last_inputs(x_NC, cut.begin, cut.end, taps, cut.own)
         last_RK2kC = last_EkC.reshape(*cut.slots.chunk.shape, 2, *last_EkC.shape[1:])
         last, (first, second) = gathered_chunks(last_RK2kC, 2, segments)
@@ -117,6 +119,7 @@ def _from_chunks(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
         return _added_by(before_RK2kC.reshape(last_EkC.shape), w_KC)
 
     def none(x_NC: Array, w_KC: Array) -> Array:
+        """Zeros in their place: no document is cut."""
         return jnp.zeros((cut.end.size, reach, channels), accumulation_dtype(x_NC))
 
     added_EkC = jax.lax.cond(cut.width > 0, exchanged, none, x_NC, w_KC)

@@ -147,12 +147,15 @@ def _forward_scores(blocks: HeadBlocks, h_ND, head_VD, targets_N, supervised_N, 
     local_N = _local(targets_N, head_VD, axes)
 
     def none(*dims: int) -> Entries:
+        """As many entries as are kept, of log-probability -inf."""
         return jnp.full((*dims, top_k), -jnp.inf, acc), jnp.zeros((*dims, top_k), jnp.int32)
 
     def row_step(b: Array, found: tuple) -> tuple:
+        """Writes the softmax's sums over the vocabulary for block b of positions."""
         h_rD, target_r = _take(h_ND, rows_br[b]), _take(local_N, rows_br[b])
 
         def vocab_step(carry: tuple, first: Array) -> tuple[tuple, None]:
+            """Adds a block of the vocabulary to the online softmax."""
             max_r, sum_r, target_logit_r, top = carry
             logits_rv, ids_v, _ = _logits(h_rD, head_VD, first, size, temperature)
             new_max_r = jnp.maximum(max_r, logits_rv.max(-1))
@@ -209,10 +212,12 @@ def _backward(blocks: HeadBlocks, residuals, dlogp_N):
         dlogp_N /= temperature
 
     def row_step(b: Array, carry: tuple[Array, Array | None]) -> tuple[Array, Array | None]:
+        """Writes dh of block b of positions, and adds what it gives to dhead."""
         dh_ND, dhead_VD = carry
         h_rD, target_r, dlogp_r1 = (_take(x, rows_br[b]) for x in (h_ND, local_N, dlogp_N[:, None]))
 
         def vocab_step(carry: tuple[Array, Array | None], first: Array) -> tuple[Any, None]:
+            """Adds what a block of the vocabulary gives to dh, and its rows of dhead."""
             dh_rD, dhead_VD = carry
             logits_rv, ids_v, head_vD = _logits(h_rD, head_VD, first, size, temperature)
             hit_rv = (ids_v == target_r[:, None]) & (ids_v >= first)

@@ -103,6 +103,7 @@ def _value_and_posteriors(odds_ML: Array, documents: Alignable) -> tuple[Array, 
     stride_Q, half_Q = jnp.where(is_reversed_Q, -1, 1), jnp.where(is_reversed_Q, m, 0)
 
     def frame(t: Array, carry: _Carry) -> _Carry:
+        """Takes the t-th frame of each document; the state stays where there is none."""
         slot_Q = slots_M.at[start_Q + stride_Q * t].get(mode="clip")
         odds_QL = odds_ML.at[slot_Q[:, None], column_QL].get(mode="clip")
         before_QL1 = jnp.pad(carry.label, ((0, 0), (1, 0)), constant_values=_NEVER)
@@ -117,6 +118,7 @@ def _value_and_posteriors(odds_ML: Array, documents: Alignable) -> tuple[Array, 
         return _Carry(blank_QL1, jnp.where(is_frame_Q1, label_QL, carry.label), labels)
 
     def never(*dims: int) -> Array:
+        """An array of what cannot be."""
         return jnp.full(dims, _NEVER, odds_ML.dtype)
 
     start = _Carry(never(2 * g, most + 1).at[:, 0].set(0), never(2 * g, most), never(2 * m, most))

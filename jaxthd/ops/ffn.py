@@ -25,6 +25,7 @@ class FFNForm(NamedTuple):
 
     @classmethod
     def of(cls, llm: LLMConfig) -> "FFNForm":
+        """The form that the decoder's settings name."""
         return cls(llm.ffn_form, llm.swiglu_alpha, llm.swiglu_limit)
 
     def inner(self, up_NF: Float[Array, "N F"], gate_NF: Float[Array, "N F"] | None) -> Float[Array, "N F"]:

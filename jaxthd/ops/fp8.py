@@ -22,14 +22,6 @@ from jaxtyping import Float
 ACTIVATIONS, GRADIENTS = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
-def is_installed() -> bool:
-    try:
-        import qwix  # noqa: F401
-    except ImportError:
-        return False
-    return True
-
-
 @jax.custom_vjp
 def fp8_product(x_ND: Float[Array, "N D"], w_DF: Float[Array, "D F"]) -> Float[Array, "N F"]:
     """x @ w in x's dtype. The two products of its gradient are computed in the same way."""

@@ -119,14 +119,10 @@ def _product(
 
 def _loop_blocks(x_MD: Array, w_EDF: Array, expert: Array, used: Array, in_fp8: Any) -> Array:
     x_bBD = x_MD.reshape(len(expert), -1, x_MD.shape[-1])
-    acc = accumulation_dtype(x_MD)
 
     def step(b: Array, y_bBF: Array) -> Array:
-        own = x_bBD[b], w_EDF[expert[b]]
-        if in_fp8:
-            y_BF = _einsum("bd,df->bf", *own, in_fp8)
-        else:
-            y_BF = jnp.dot(*own, preferred_element_type=acc)
+        """Writes the product of block b."""
+        y_BF = _einsum("bd,df->bf", x_bBD[b], w_EDF[expert[b]], in_fp8)
         return y_bBF.at[b].set(y_BF.astype(y_bBF.dtype))
 
     y_bBF = jnp.zeros((*x_bBD.shape[:2], w_EDF.shape[-1]), x_MD.dtype)
@@ -152,6 +148,7 @@ def _loop_rounds(x_MD: Array, w_EDF: Array, ranges: Array, blocks: int, product:
     x_bBD = x_MD.reshape(blocks, -1, x_MD.shape[-1])
 
     def step(n: Array, y_bBF: Array) -> Array:
+        """Writes the products of the n-th block of each expert."""
         at_E = _of_round(n, ranges, blocks)
         y_EBF = _einsum(product, _taken(x_bBD, at_E), w_EDF, in_fp8)
         return y_bBF.at[at_E].set(y_EBF.astype(y_bBF.dtype), mode="drop")
@@ -169,6 +166,7 @@ def _backward_in_rounds(in_fp8, residuals, dy_MF):
     acc = accumulation_dtype(x_MD)
 
     def step(n: Array, dw_EDF: Array) -> Array:
+        """Adds what the n-th block of each expert gives to its matrix."""
         x_EBD, dy_EBF = (_taken(x, _of_round(n, ranges, len(expert))) for x in (x_bBD, dy_bBF))
         return dw_EDF + _einsum("ebd,ebf->edf", x_EBD, dy_EBF, of_weights)
 
@@ -185,14 +183,14 @@ def _grouped_backward(in_fp8, residuals, dy_MF):
     x_MD, w_EDF, expert, used, ranges = residuals
     if ranges is not None:
         return _backward_in_rounds(in_fp8, residuals, dy_MF)
-    dx_MD = _loop_blocks(dy_MF, w_EDF.swapaxes(1, 2), expert, used, _OF_INPUTS if in_fp8 else None)
+    of_inputs, of_weights = (_OF_INPUTS, _OF_WEIGHTS) if in_fp8 else (None, None)
+    dx_MD = _loop_blocks(dy_MF, w_EDF.swapaxes(1, 2), expert, used, of_inputs)
     x_bBD, dy_bBF = (x.reshape(len(expert), -1, x.shape[-1]) for x in (x_MD, dy_MF))
     acc = accumulation_dtype(x_MD)
 
     def step(b: Array, dw_EDF: Array) -> Array:
-        if in_fp8:
-            return dw_EDF.at[expert[b]].add(_einsum("bd,bf->df", x_bBD[b], dy_bBF[b], _OF_WEIGHTS))
-        return dw_EDF.at[expert[b]].add(jnp.dot(x_bBD[b].T, dy_bBF[b], preferred_element_type=acc))
+        """Adds the gradient that block b gives to its expert's matrix."""
+        return dw_EDF.at[expert[b]].add(_einsum("bd,bf->df", x_bBD[b], dy_bBF[b], of_weights))
 
     dw_EDF = jax.lax.fori_loop(0, used, step, jnp.zeros(w_EDF.shape, acc))
     return dx_MD, dw_EDF.astype(w_EDF.dtype), None, None, None

@@ -41,6 +41,7 @@ class Neighbours(NamedTuple):
 
     @property
     def rows(self) -> int:
+        """The rows of this rank."""
         return len(self.ids)
 
     def own(self, x: Shaped[Array, "R_S ..."]) -> Shaped[Array, "N ..."]:

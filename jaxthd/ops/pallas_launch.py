@@ -53,6 +53,7 @@ def launch(
     """
 
     def call(*arrays: Array, interpret: bool) -> Any:
+        """The launch, interpreted or compiled."""
         return pl.pallas_call(
             kernel,
             grid=grid,

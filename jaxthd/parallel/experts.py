@@ -52,6 +52,7 @@ def expert_mlp(
     """Applies its expert to every row. With biases the result is not 0 in rows that no assignment has."""
 
     def product(x: Array, w: Array, bias_EF: Array | None) -> Array:
+        """Each row [M, ...] times its expert's matrix, plus its bias."""
         y_MF = grouped_matmul(x, w, layout.expert, layout.used, layout.ranges, form.in_fp8)
         if bias_EF is None:
             return y_MF
@@ -105,6 +106,7 @@ def _all_rounds_forward(x_ND, own, where, rounds, form, axes, slots, block):
     a = len(where[0])
 
     def one(i: Array, out_AD: Array) -> Array:
+        """Adds the results of round i, [A, D]."""
         send = _Round(where, i, len(x_ND), axes, slots)
         layout = send.layout(len(own.up), block)
         y_SD = _rows_through_experts(send.there(x_ND), own, layout, form)
@@ -118,6 +120,7 @@ def _all_rounds_backward(form, axes, slots, block, residuals, dout_AD):
     x_ND, own, where, rounds = residuals
 
     def one(i: Array, sums: tuple[Array, Experts]) -> tuple[Array, Experts]:
+        """Adds the gradients of x and of the experts that round i gives."""
         send = _Round(where, i, len(x_ND), axes, slots)
         layout = send.layout(len(own.up), block)
         through = partial(_rows_through_experts, layout=layout, form=form)
@@ -169,6 +172,7 @@ class _Round:
         return expert_layout(jnp.maximum(arrived_S, 0)[:, None], arrived_S >= 0, experts, block)
 
     def placed(self, x_AD: Array) -> Array:
+        """[A, D] -> [S, D], in the slots of this round; 0 in unused slots."""
         return jnp.take(x_AD, self._sent_S, axis=0, mode="fill", fill_value=0)
 
     def results(self, y_SD: Array) -> Array:

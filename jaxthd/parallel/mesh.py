@@ -125,10 +125,12 @@ def on_ranks(rank: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
     """
 
     def run(*given: Any) -> Any:
+        """Maps `rank` over the mesh; arguments as those of `rank`, whole."""
         leaves, tree = jax.tree.flatten(given)
         specs = jax.tree.leaves(jax.tree.broadcast(in_specs, given))
 
         def with_empty(*arrays: jax.Array) -> Any:
+            """Calls `rank`, with zeros for the arguments without elements."""
             entering = iter(arrays)
             own = [
                 next(entering)
@@ -159,12 +161,14 @@ def on_device(tree: Any, specs: Any, config: MeshConfig) -> Any:
     mesh = AbstractMesh(config.sizes, AXES)
 
     def part(x: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a device's shard of x."""
         return jax.ShapeDtypeStruct(NamedSharding(mesh, spec).shard_shape(x.shape), x.dtype)
 
     return jax.tree.map(part, tree, jax.tree.broadcast(specs, tree))
 
 
 def bytes_of(tree: Any) -> int:
+    """Bytes that the arrays of the tree hold, or would hold, together."""
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
@@ -222,6 +226,7 @@ def put_rows(rows: Rows, specs: Rows, mesh: Mesh) -> Rows:
     processes_share = mesh.shape[DATA] / len(_local_data_ranks(mesh))
 
     def put(x: np.ndarray, spec: PartitionSpec) -> jax.Array:
+        """A global array of all processes' rows."""
         shape = (round(len(x) * processes_share), *x.shape[1:])
         return jax.make_array_from_process_local_data(NamedSharding(mesh, spec), x, shape)
 

@@ -48,10 +48,12 @@ class ShardedDim(NamedTuple):
     units: int
 
     def is_sharded(self, mesh: MeshConfig) -> bool:
+        """Whether several ranks divide the units evenly."""
         return ranks_of(mesh, self.axes) > 1 and self.units % ranks_of(mesh, self.axes) == 0
 
 
 def over_tensor(units: int) -> ShardedDim:
+    """A dim whose units are divided over the tensor ranks."""
     return ShardedDim((TENSOR,), units)
 
 
@@ -137,6 +139,7 @@ class Init:
         return init if isinstance(init, Init) else cls(init.params(), parameter_dtype(compute))
 
     def next_key(self) -> jax.Array:
+        """The next key of the stream; the same one each time where nothing is drawn."""
         self.drawn += 1
         if self._keys is not None:
             return self._keys[self.drawn - 1]
@@ -171,9 +174,11 @@ class Init:
         return self._make(nnx.Param, value, dims, True, projects)
 
     def zeros(self, shape: tuple[int, ...], dims: Dims = ()) -> nnx.Param:
+        """A parameter without weight decay, initially 0."""
         return self.param(jnp.zeros(shape), dims)
 
     def ones(self, shape: tuple[int, ...], dims: Dims = ()) -> nnx.Param:
+        """A parameter without weight decay, initially 1."""
         return self.param(jnp.ones(shape), dims)
 
     def param(self, value: jax.Array, dims: Dims = ()) -> nnx.Param:
@@ -181,6 +186,7 @@ class Init:
         return self._make(nnx.Param, value, dims, False)
 
     def buffer(self, value: jax.Array, dims: Dims = ()) -> Buffer:
+        """State without a gradient, with this initial value."""
         return self._make(Buffer, value, dims, False)
 
     def _make(self, kind: type[V], value: jax.Array, dims: Dims, matrix: bool, projects: bool = False) -> V:
@@ -273,6 +279,7 @@ def applied(module: Any, *args: Any, keeps_gathered: bool) -> Any:
     graph, state = nnx.split(module)
 
     def apply(state: Any, *args: Any) -> Any:
+        """module(*args) with these variables, gathered."""
         return nnx.merge(graph, gathered_state(state, args[0].dtype))(*args)
 
     return (apply if keeps_gathered else jax.checkpoint(apply, policy=all_but_gathered))(state, *args)
@@ -324,6 +331,7 @@ def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[st
     counts: list[int] = []
 
     def again(key: jax.Array, keys: Sequence[jax.Array] | None = None) -> M:
+        """Makes one module of the stack, and counts the keys that it draws."""
         own = Init(key, init.dtype, init.mesh, init.fsdp, keys, init.draws)
         made = make(own)
         counts.append(own.drawn)
@@ -366,6 +374,7 @@ def scan_stack(
     dtype = jax.tree.leaves(carry)[0].dtype
 
     def step(carry: Carry, layer: Any) -> tuple[Carry, Any]:
+        """Applies `body` with one layer's variables, gathered."""
         return body(nnx.merge(graphdef, gathered_state(layer, dtype)), carry)
 
     return jax.lax.scan(rematerialized(step, remat, state), carry, state, unroll=unroll)

@@ -51,6 +51,7 @@ def accumulate(
     run = RankTick(model, schedule, params, state, batches, extra_share)
 
     def tick(carry: Carry, at: Tick) -> tuple[Carry, None]:
+        """All parts of a tick, and the exchange at its end."""
         at = at.on(run.rank)
         carry, y = run.forward(carry, at)
         carry, dleave, dy = run.leave(carry, at, y)
@@ -75,6 +76,7 @@ def score(
     out_like = jax.eval_shape(lambda x: model.leave(params.leave, x, None, run.batch(0))[1], run.x_like)
 
     def tick(carry: tuple[Array, Tree], at: Tick) -> tuple[tuple[Array, Tree], None]:
+        """The forward parts of a tick, and the exchange at its end."""
         at, (arrived, outs) = at.on(run.rank), carry
         x, *_ = run.enter_if(at.enter, state, keeps=False)
         x = jnp.where(run.is_first(at.forward.chunk), x, arrived)
@@ -98,6 +100,7 @@ def _one_stage(
     """Plain gradient accumulation. Only remat recomputes anything."""
 
     def share(params: PipelinedParams, state: Tree, batch: Tree) -> tuple[Array, tuple[Tree, Tree, Tree]]:
+        """This rank's share of a microbatch's objective; (state, extra, out) beside it."""
         x, bypass, state = model.enter(params.enter, state, batch)
         x, extra = model.stage(model.stages.patterns[0], params.stage, 0, x, batch)
         own, out = model.leave(params.leave, x, bypass, batch)
@@ -108,6 +111,7 @@ def _one_stage(
     def one(
         carry: tuple[PipelinedParams, Tree], batch: Tree
     ) -> tuple[tuple[PipelinedParams, Tree], tuple[Array, Tree, Tree]]:
+        """Adds the gradients of a microbatch."""
         total, state = carry
         (share, (state, extra, out)), gradients = share_and_gradient(params, state, batch)
         return (add(total, gradients), state), (share, extra, out)

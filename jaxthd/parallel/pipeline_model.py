@@ -46,6 +46,7 @@ class PipelinedModel(NamedTuple):
     def stage(
         self, pattern: str, params: Tree, chunk: Array | int, x: Array, batch: Tree
     ) -> tuple[Array, Tree]:
+        """A stage's output and its second result: `run` of what `prepare` gives."""
         return self.run(pattern, self.prepare(pattern, params, chunk, batch), x)
 
 

@@ -56,7 +56,10 @@ def _is_largest(x: Any) -> bool:
 
 
 def add(total: Tree, more: Tree) -> Tree:
+    """Sums of the leaves; of what is Largest, the larger."""
+
     def added(x: Any, y: Any) -> Any:
+        """The sum of two leaves, or the larger of two Largest."""
         return jax.tree.map(jnp.maximum, x, y) if _is_largest(x) else jnp.add(x, y)
 
     return jax.tree.map(added, total, more, is_leaf=_is_largest)
@@ -66,12 +69,14 @@ def over_first_dim(trees: Tree) -> Tree:
     """The trees along the leaves' first dim, added up by `add`."""
 
     def over(x: Any) -> Any:
+        """The sum over the first dim, or the largest along it."""
         return jax.tree.map(lambda each: each.max(0), x) if _is_largest(x) else x.sum(0)
 
     return jax.tree.map(over, trees, is_leaf=_is_largest)
 
 
 def zeros(like: Tree) -> Tree:
+    """Zeros of these shapes and dtypes."""
     return jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
 
 
@@ -113,6 +118,7 @@ class RankTick:
         return EnterPasses(self._model, self._params.enter, self._state, self.batch(0))
 
     def batch(self, micro: Array | int) -> Tree:
+        """The arrays of a microbatch; of the first one for -1."""
         return jax.tree.map(lambda x: x[jnp.maximum(micro, 0)], self._batches)
 
     def is_first(self, chunk: Array) -> Array:
@@ -120,6 +126,7 @@ class RankTick:
         return (self.rank == 0) & (chunk == 0)
 
     def is_last(self, chunk: Array) -> Array:
+        """Whether this rank's chunk is the last of all stages."""
         return (self.rank == self._schedule.ranks - 1) & (chunk == self._schedule.chunks - 1)
 
     def send(self, x: Array, distance: int) -> Array:
@@ -219,6 +226,7 @@ class RankTick:
         """The results of enter, and what is kept for its gradient; () without `keeps`."""
 
         def run() -> tuple[Array, Tree, Tree, Tree]:
+            """Runs enter for the microbatch."""
             if keeps:
                 return self._entering.forward(state, self.batch(micro))
             return *self._model.enter(self._params.enter, state, self.batch(micro)), ()
@@ -234,7 +242,10 @@ class RankTick:
         micro, chunk = forward.microbatch, jnp.maximum(forward.chunk, 0)
 
         def run() -> tuple[Array, Tree, Tree]:
+            """Runs the stage of the rank's chunk."""
+
             def stage(pattern: str) -> tuple[Array, Tree]:
+                """The stage's results, where nothing is kept."""
                 return self._model.stage(pattern, self._params.stage, chunk, x, self.batch(micro))
 
             if keeps:
@@ -256,7 +267,10 @@ class RankTick:
         """This rank's share, leave's second result, and the gradients of leave's parameters, y and bypass."""
 
         def run() -> tuple[Array, Tree, Tree, Array, Tree]:
+            """Runs leave and its gradient for the microbatch."""
+
             def leave(params: Tree, y: Array, bypass: Tree) -> tuple[Array, Tree]:
+                """(share, out), to be differentiated."""
                 return self._model.leave(params, y, bypass, self.batch(micro))
 
             share, pull, out = jax.vjp(leave, self._params.leave, y, bypass, has_aux=True)

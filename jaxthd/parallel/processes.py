@@ -218,6 +218,7 @@ def _listen(connection: socket.socket, said: TextIO, process: int) -> None:
     """Waits in a thread for the message of _say from `process`. None comes if that process was killed."""
 
     def wait() -> None:
+        """Reads until the connection closes, and ends this process if the other one did not end well."""
         text = ""
         with suppress(OSError):
             text = said.read()

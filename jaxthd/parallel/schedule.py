@@ -108,6 +108,7 @@ def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: b
         forward.slot[forward.microbatch >= 0] = 0
 
     def where(work: Work, rank: int, chunk: int) -> Int32[np.ndarray, " ticks"]:
+        """The microbatch that this rank's chunk works on in each tick; -1 for none."""
         return np.where(work.chunk[:, rank] == chunk, work.microbatch[:, rank], -1).astype(np.int32)
 
     used = forward.busy + back.busy > 0

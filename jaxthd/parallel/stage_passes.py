@@ -40,6 +40,7 @@ def split_pull(pull: Any, at_hand: Tree) -> tuple[list[Array], PullAgain]:
     found_at = [(numbers.get(id(leaf)), places.get(id(leaf), 0)) for leaf in leaves]
 
     def again(kept: Sequence[Array], at_hand: Tree) -> Callable[[Tree], Any]:
+        """Makes jax.vjp's second result of the arrays that were kept and those at hand."""
         known = jax.tree.leaves(at_hand)
         leaves = [kept[place] if number is None else known[number] for number, place in found_at]
         whole: Callable[[Tree], Any] = jax.tree.unflatten(tree, leaves)
@@ -62,6 +63,7 @@ class StagePasses:
         kinds = sorted(set(model.stages.patterns))
 
         def kept_of(pattern: str) -> list[Array]:
+            """What is kept of a stage of this pattern."""
             x = jnp.zeros(x_like.shape, x_like.dtype)
             return self._forward(pattern, jnp.zeros((), jnp.int32), x, batch)[2]
 
@@ -73,6 +75,7 @@ class StagePasses:
         """The stage's results, and what is kept."""
 
         def run(pattern: str) -> tuple[Array, Tree, Tree]:
+            """The forward pass of a stage of this pattern."""
             y, extra, kept = self._forward(pattern, chunk, x, batch)
             return y, extra, self._buffer.put(kept)
 
@@ -83,6 +86,7 @@ class StagePasses:
         """The gradients of the stage's parameters and of its input."""
 
         def gradient(pattern: str) -> tuple[Tree, Array]:
+            """The backward pass of a stage of this pattern."""
             prepared, pull_params = self._prepared(pattern, chunk, batch)
             pull = self._again[pattern](self._buffer.take(pattern, kept), prepared)
             dtrained, dx = pull((dy, jnp.ones((), dy.dtype)))
@@ -95,6 +99,7 @@ class StagePasses:
         """And what takes the gradients of its trained weights to those of the parameters."""
 
         def prepare(params: Tree) -> tuple[Tree, Tree]:
+            """(trained, fixed): the stage's arguments."""
             return self._model.prepare(pattern, params, chunk, batch)
 
         trained, pull, fixed = jax.vjp(prepare, self._params, has_aux=True)
@@ -104,6 +109,7 @@ class StagePasses:
         prepared = PreparedStage(*self._model.prepare(pattern, self._params, chunk, batch))
 
         def stage(trained: Tree, x: Array) -> tuple[tuple[Array, Array], Tree]:
+            """((the output, the share of the stage), its second result), to be differentiated."""
             y, extra = self._model.run(pattern, PreparedStage(trained, prepared.fixed), x)
             return (y, jnp.asarray(self._extra_share(extra), y.dtype)), extra
 
@@ -128,6 +134,7 @@ class ResidualBuffer:
         self.like: Tree = next(iter(likes.values())) if self._is_single else flat
 
     def put(self, kept: list[Array]) -> Tree:
+        """What is kept of a stage, in the one form."""
         if self._is_single:
             return kept
         flat = []
@@ -138,6 +145,7 @@ class ResidualBuffer:
         return flat
 
     def take(self, pattern: str, kept: Tree) -> list[Array]:
+        """The inverse of put, for a stage of this pattern."""
         if self._is_single:
             found: list[Array] = kept
             return found
@@ -162,6 +170,7 @@ class EnterPasses:
         """The results of `enter`, and what is kept."""
 
         def enter(params: Tree) -> tuple[tuple[Array, Tree], Tree]:
+            """((embeddings, bypass), the state after), to be differentiated."""
             x, bypass, after = self._model.enter(params, state, batch)
             return (x, bypass), after
 

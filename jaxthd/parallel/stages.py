@@ -33,6 +33,7 @@ class Stages:
 
     @classmethod
     def single(cls, letters: str) -> "Stages":
+        """One stage of all layers, on one rank."""
         return cls((letters,), 1)
 
     @classmethod
@@ -60,6 +61,7 @@ class Stages:
 
     @property
     def letters(self) -> str:
+        """The letters of all layers, in order."""
         return "".join(self.patterns)
 
     @property

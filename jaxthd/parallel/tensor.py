@@ -27,6 +27,7 @@ class Residual(NamedTuple):
 
     @classmethod
     def of(cls, mesh: MeshConfig, sharded: bool) -> "Residual":
+        """The layout on this mesh; never sharded on one tensor rank."""
         return cls(mesh.tensor, sharded and mesh.tensor > 1)
 
     def whole(self, x_nD: Float[Array, "n D"]) -> Float[Array, "N D"]:

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from importlib.util import find_spec
 
 import jax
 
@@ -17,7 +18,6 @@ from jaxthd.models.adapt import (
 )
 from jaxthd.objectives import make_objective
 from jaxthd.ops.backend import version_numbers
-from jaxthd.ops.fp8 import is_installed
 from jaxthd.steps.optimizer_kinds import optimizer_kind
 from jaxthd.validate.posttraining import draws
 from jaxthd.validate.rules import DeviceFacts, Finding, multiples, refusals, shapes_of
@@ -80,7 +80,7 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if config.compute.fp8_experts and "E" not in llm.letters + llm.mtp_pattern:
         found = 'compute.fp8 has "experts" with a model without experts'
         yield Finding(found, "layers E", 'leave "experts" out of compute.fp8')
-    if patterns and not is_installed():
+    if patterns and find_spec("qwix") is None:
         change = "pip install 'jaxthd[fp8]', or set compute.fp8 to ()"
         yield Finding("compute.fp8 is set and qwix is not installed", "that package", change)
     model = shapes_of(config, tensor=tensor) if patterns else None

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import pytest
 from jax._src.cudnn import fused_attention_stablehlo
 
+from jaxthd.ops.attention import cudnn
 from tests.ops.dense_kernels import Pairs, backward, forward, pairs_of
 
 
@@ -119,41 +120,18 @@ def other_backward_rule() -> Any:
     """
     rule: Any = fused_attention_stablehlo._dot_product_attention_bwd_rule
 
-    def newer(
-        scale: float,
-        seed: int,
-        dropout_rate: float,
-        variadic_args: Any,
-        mask_type: Any,
-        layout: int,
-        sliding_window_length: Any,
-        score_mod: Any,
-        cudnn_version: int,
-        return_residual: bool,
-        res: Any,
-        grad_output: Any,
-    ) -> Any:
+    is_newer = "score_mod" in inspect.signature(rule).parameters
+    names = cudnn._OLDER if is_newer else cudnn._NEWER
+
+    def other(*given: Any) -> Any:
+        settings, res, grad_output = given[:7], given[-2], given[-1]
+        if is_newer:
+            return rule(*settings, None, *given[7:9], (*res[:10], (), *res[10:]), grad_output)[:-1]
+        score_mod, *more = given[7:10]
         assert score_mod is None
         assert res[10] == ()
-        settings = scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length
-        older_res = (*res[:10], *res[11:])
-        return *rule(*settings, cudnn_version, return_residual, older_res, grad_output), None
+        return *rule(*settings, *more, (*res[:10], *res[11:]), grad_output), None
 
-    def older(
-        scale: float,
-        seed: int,
-        dropout_rate: float,
-        variadic_args: Any,
-        mask_type: Any,
-        layout: int,
-        sliding_window_length: Any,
-        is_training: Any,
-        return_residual: bool,
-        res: Any,
-        grad_output: Any,
-    ) -> Any:
-        settings = scale, seed, dropout_rate, variadic_args, mask_type, layout, sliding_window_length
-        newer_res = (*res[:10], (), *res[10:])
-        return rule(*settings, None, is_training, return_residual, newer_res, grad_output)[:-1]
-
-    return older if "score_mod" in inspect.signature(rule).parameters else newer
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    other.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])  # type: ignore[attr-defined]
+    return other

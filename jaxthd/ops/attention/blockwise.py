@@ -63,9 +63,11 @@ def attention_forward(
     k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
 
     def one_block(_: None, xs: tuple) -> tuple[None, tuple[Array, Array]]:
+        """Output [K, G, Q, V] and log-sum-exp [K, G, Q] of a block of queries."""
         q_KGQD, lo_Q, hi_Q, key_range = xs
 
         def key_block(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            """One step of the online softmax, with the keys of block b."""
             out_KGQV, max_KGQ, sum_KGQ = carry
             s_KGQB = _scores(q_KGQD, k_bKBD[b], lo_Q, hi_Q, b * block, scale)
             new_max_KGQ = jnp.maximum(max_KGQ, s_KGQB.max(-1))
@@ -126,9 +128,11 @@ def attention_backward(
     finite_lse_NH = jnp.where(jnp.isfinite(lse_NH), lse_NH, 0)
 
     def query_block(carry: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], Array]:
+        """Adds a block of queries' gradients of keys and values; gives its own."""
         q_KGQD, lse_KGQ1, dot_KGQ1, dout_KGQV, lo_Q, hi_Q, key_range = xs
 
         def key_block(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            """Adds the gradients of the pairs with the keys of block b."""
             dq_KGQD, dk_bKBD, dv_bKBV = carry
             k_KBD, v_KBV = k_bKBD[b], v_bKBV[b]
             p_KGQB = jnp.exp(_scores(q_KGQD, k_KBD, lo_Q, hi_Q, b * block, scale) - lse_KGQ1)

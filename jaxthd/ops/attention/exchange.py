@@ -60,6 +60,7 @@ def around(
     keys = _remote_keys(segments)
 
     def turn(carry: tuple[Pair, Any], keys: _Keys) -> tuple[Pair, Any]:
+        """Sends the pair on, then visits it."""
         pair, state = carry
         following = send(pair, segments)
         return following, visit(state, pair, _remote_parts(keys, segments, backend))
@@ -79,6 +80,7 @@ def over_ranks(
     sources = ring_sources(jax.lax.axis_index(segments.axis), segments.context)
 
     def turn(state: Any, given: tuple[Array, _Keys]) -> Any:
+        """Visits the keys of one other rank."""
         source, keys = given
         return visit(state, source, _remote_parts(keys, segments, backend))
 

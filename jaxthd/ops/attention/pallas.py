@@ -68,6 +68,7 @@ class Tiled(NamedTuple):
 
     @classmethod
     def of(cls, lo: Array, hi: Array, keys: int, tiles: Tiles) -> "Tiled":
+        """Fills up the intervals [N] and finds the tiles that meet. keys: how many there are."""
         lo, hi = (filled(x, tiles.queries) for x in (lo, hi))
         found = key_intervals(lo, hi, tiles.keys, tiles.queries)
         return cls(found.lo, found.hi, found.blocks, seen_from(found.blocks, -(-keys // tiles.keys)))
@@ -90,9 +91,11 @@ class _QueryTile:
         self.range = pl.BlockSpec((None, 2), lambda t, h: (t, 0))
 
     def rows(self, dim: int) -> pl.BlockSpec:
+        """Block [queries, dim] of an array [N, H, dim]."""
         return pl.BlockSpec((self.queries, None, dim), lambda t, h: (t, h, 0))
 
     def keys(self, x: Array) -> pl.BlockSpec:
+        """Block [S, dim] of the head's keys or values."""
         groups = self.groups
         return pl.BlockSpec((len(x), None, x.shape[2]), lambda t, h: (0, h // groups, 0))
 
@@ -228,9 +231,11 @@ def _key_gradients(given: _Backward) -> tuple[Array, ...]:
     groups = q.shape[1] // kv_heads
 
     def of_heads(x: Array) -> pl.BlockSpec:
+        """Block [N, G, dim] of the query heads of a key/value head."""
         return pl.BlockSpec((n, groups, x.shape[2]), lambda t, h: (0, h, 0))
 
     def tile(x: Array) -> pl.BlockSpec:
+        """Block [keys, dim] of a tile of one key/value head."""
         return pl.BlockSpec((tiles.keys, None, x.shape[2]), lambda t, h: (t, h, 0))
 
     vector = pl.BlockSpec((n,), lambda t, h: (0,))

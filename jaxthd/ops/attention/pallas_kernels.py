@@ -89,6 +89,7 @@ def forward_kernel(
     lo, hi = lo_ref[...], hi_ref[...]
 
     def tile(t: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        """One step of the online softmax, with tile t of the keys."""
         out, most, total = carry
         there = pl.ds(t * keys, keys)
         scores = _scores(
@@ -135,6 +136,7 @@ def query_grad_kernel(
     lo, hi = lo_ref[...], hi_ref[...]
 
     def tile(t: Array, dq: Array) -> Array:
+        """Adds what the keys of tile t give to dq [q, D]."""
         there, pairs = pl.ds(t * keys, keys), _Pairs(first, t * keys, lo, hi)
         k = k_ref[there, :]
         scores = _scores(q, k, bias, pairs, scale)
@@ -156,6 +158,7 @@ def _zero_unseen(dbias_ref: Ref, pairs: _Pairs) -> None:
     query = jnp.arange(rows, dtype=jnp.int32)[:, None]
 
     def part(n: Array, _: None) -> None:
+        """Writes the zeros of DISTANCES distances."""
         there = pl.ds(n * DISTANCES, DISTANCES)
         distance = n * DISTANCES + jnp.arange(DISTANCES, dtype=jnp.int32)[None, :]
         key = pairs.first + query + distance - width // 2
@@ -191,7 +194,10 @@ def key_grad_kernel(
     first_key, acc = pl.program_id(0) * k.shape[0], lse_ref.dtype
 
     def head(g: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Adds what query head g gives to dk and dv."""
+
         def tile(t: Array, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+            """Adds what the queries of tile t give to dk and dv."""
             there = pl.ds(t * queries, queries)
             q, dout = q_ref[there, g, :], dout_ref[there, g, :]
             pairs = _Pairs(t * queries, first_key, lo_ref[there], hi_ref[there], row=t * queries)

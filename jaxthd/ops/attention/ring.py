@@ -99,6 +99,7 @@ def _attention_of_whole(
     out_NHV = packed_attention(q_NHD, k_NKD, v_NKV, cut.own, sink_H=sink_H, **how)
 
     def with_cut(narrow: Segments, out_NHV: Array, sink_H: Array | None, *given: Array) -> Array:
+        """Adds the attention of the cut documents, which lie in the first slots of each row."""
         width = narrow.row_length
         q, k, v = (x.reshape(rows, -1, *x.shape[1:])[:, :width] for x in given)
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -107,6 +108,7 @@ def _attention_of_whole(
         return out_RTHV.at[:, :width].add(more_RSHV).reshape(out_NHV.shape)
 
     def without(out_NHV: Array, *_: Array | None) -> Array:
+        """Leaves the output as it is."""
         return out_NHV
 
     branches: list[Any] = [without, *(partial(with_cut, narrow) for narrow in cut.narrow)]
@@ -184,7 +186,10 @@ def _output(q, k, v, sink_H, segments: Segments, scale: float, backend: str, is_
     """The output and its log-sum-exp, with the sink."""
 
     def added(sums: Sums, pair: Pair, parts: list[Part]) -> Sums:
+        """Merges the attention to this pair into the output and its log-sum-exp."""
+
         def visit(part: Part, out: Array, lse: Array) -> Sums:
+            """Merges one call's part of the softmax."""
             return merge(out, lse, *part.backend.forward(q, *pair, part.call, scale))
 
         for part in parts:
@@ -192,6 +197,7 @@ def _output(q, k, v, sink_H, segments: Segments, scale: float, backend: str, is_
         return sums
 
     def gathered(sums: Sums, source: Array, parts: list[Part]) -> Sums:
+        """Merges the attention to the keys of the rank `source`."""
         return added(sums, (k[source], v[source]), parts)
 
     local, *more = local_parts(segments, backend)
@@ -220,6 +226,7 @@ def _backward(scale, backend, is_gathered, residuals, dout):
     out = out.astype(lse.dtype)
 
     def gradients(pair: Pair, part: Part) -> tuple[Array, Array, Array]:
+        """Gradients of q, k and v that one call gives."""
         return part.backend.backward(q, *pair, out, lse, dout, part.call, scale)
 
     of_keys = _gathered_gradients if is_gathered else _ring_gradients
@@ -240,7 +247,10 @@ def _ring_gradients(
     """Gradients of keys and values follow them one hop behind, and end on the rank of their keys."""
 
     def added(sums: Sums, pair: Pair, parts: list[Part]) -> Sums:
+        """Adds the gradients that the calls with this pair give."""
+
         def visit(part: Part, *sums: Array) -> Sums:
+            """Adds one call's gradients."""
             return tuple(a + b for a, b in zip(sums, gradients(pair, part), strict=True))
 
         for part in parts:
@@ -248,6 +258,7 @@ def _ring_gradients(
         return sums
 
     def visit(sums: Sums, pair: Pair, parts: list[Part]) -> Sums:
+        """Adds the gradients of a step; those of keys and values go on with them."""
         dq, *away = added(sums, pair, parts)
         return dq, *send((away[0], away[1]), segments)
 
@@ -266,7 +277,10 @@ def _gathered_gradients(
     """Gradients of keys and values are written in the places of their ranks."""
 
     def visit(sums: Sums, source: Array, parts: list[Part]) -> Sums:
+        """Adds the gradients that the keys of the rank `source` get and give."""
+
         def grown(part: Part, is_first: bool, dq: Array, dk: Array, dv: Array) -> Sums:
+            """Sets the rank's gradients by its first call, and adds those of others."""
             more, *of_pair = gradients((k[source], v[source]), part)
             put = [(x.at[source], y.astype(x.dtype)) for x, y in zip((dk, dv), of_pair, strict=True)]
             return (dq + more, *(at.set(y) if is_first else at.add(y) for at, y in put))

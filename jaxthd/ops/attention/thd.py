@@ -39,6 +39,7 @@ class PackedSegments(NamedTuple):
 
     @property
     def is_used(self) -> Bool[Array, " M"]:
+        """Whether each packed segment holds queries."""
         return self.q_length > 0
 
 
@@ -79,6 +80,7 @@ def lengths_and_offsets(packed: PackedSegments) -> tuple[tuple[Array, Array], tu
     """
 
     def marked(x: Array, more: int) -> Array:
+        """x [M] as [1, M + more], -1 where unused."""
         return jnp.pad(jnp.where(packed.is_used, x, -1), (0, more), constant_values=-1)[None]
 
     return (
@@ -88,6 +90,7 @@ def lengths_and_offsets(packed: PackedSegments) -> tuple[tuple[Array, Array], tu
 
 
 def sees_a_key(call: Call) -> Bool[Array, " N"]:
+    """Whether each query sees a key."""
     return call.intervals.hi > call.intervals.lo
 
 

@@ -41,9 +41,11 @@ def outputs_and_states(
     state_DHKV, added_EHKV = jnp.split(states, [len(at_D)])
 
     def passed(inputs: DeltaInputs, added_EHKV: Array) -> tuple[Array, Array]:
+        """Additions of the states that enter context chunks."""
         return _from_entering_states(inputs, added_EHKV, segments, at, chunk)
 
     def none(inputs: DeltaInputs, added_EHKV: Array) -> tuple[Array, Array]:
+        """Zeros in their place: no document is cut."""
         return jnp.zeros_like(y_NHV), jnp.zeros_like(state_DHKV)
 
     more_NHV, more_DHKV = jax.lax.cond(segments.cut.width > 0, passed, none, inputs, added_EHKV)

@@ -79,6 +79,7 @@ def gated_delta_rule(
     system = _system(chunks, decays)
 
     def run(entering: _Entering | None, at_D: Array) -> tuple[Array, Array]:
+        """y [C, G, h, Q, V], and the states [D, H, K, V] after the tokens `at_D`."""
         written_CGhQV = _written_from_zero(chunks, decays, system, entering)
         state_CGhKV = _states_before(chunks, decays, system, written_CGhQV, entering, segments)
         read = _product("cghqk,cghkv->cghqv", system.reads_CGhQK, state_CGhKV, inputs.k.dtype)
@@ -125,6 +126,7 @@ class _System(NamedTuple):
     reads_CGhQK: Array
 
     def solved(self, right_CGhQX: Array) -> Array:
+        """u [C, G, h, Q, X] of this right side, at full precision."""
         return _exact_product(self.inverse_CGhQQ, right_CGhQX)
 
 
@@ -182,6 +184,7 @@ def _entering(chunks: _Chunks, state_EHKV: Array, number_CQ: Array) -> _Entering
     state_EHVK = state_EHKV.swapaxes(2, 3)
 
     def of(x_CGQK: Array) -> Array:
+        """Answers [C, G, h, Q, V] of the decayed state to keys or queries."""
         answers_CGQhV = of_states(x_CGQK, state_EHVK, number_CQ)
         return answers_CGQhV.swapaxes(2, 3) * since_CGhQ[..., None]
 
@@ -249,6 +252,7 @@ def _states_before(
         return x.reshape(segments.rows * segments.context_chunks, -1, *x.shape[1:]).swapaxes(0, 1)
 
     def next_chunk(state: Array, step: _Step) -> tuple[Array, Array]:
+        """(the state after a scan chunk, the one before it)."""
         return step.on(state), state
 
     steps = jax.tree.map(by_context_chunk, of_chunk)

@@ -38,6 +38,7 @@ def from_entering_states(
     heads, number_N = inputs.x.shape[1:], cut.chunk_of_token
 
     def passed(inputs: ScanInputs) -> tuple[Array, Array]:
+        """Additions of the states that enter context chunks."""
         ends_E = cut.own.local_index(cut.end)
         _, state_EHPS = ssd_and_states(inputs, cut.own, ends_E, chunk=chunk)
         chunks = in_scan_chunks(inputs, cut.own, min(chunk, tokens))
@@ -50,6 +51,7 @@ def from_entering_states(
         return more_NHP, more_DHPS
 
     def none(inputs: ScanInputs) -> tuple[Array, Array]:
+        """Zeros in their place: no document is cut."""
         acc, state = accumulation_dtype(inputs.x), inputs.b.shape[-1]
         return jnp.zeros(inputs.x.shape, acc), jnp.zeros((len(at_D), *heads, state), acc)
 
@@ -97,10 +99,12 @@ def entering_states(maps: StateMap, segments: Segments) -> Array:
         return x_E.reshape(*chunk_RK.shape, 2, *x_E.shape[1:]).swapaxes(0, 1)
 
     def exchanged(maps_R2: StateMap) -> Array:
+        """The states [R, 2, ...] that enter this rank's two chunks of a document of each row."""
         everywhere = jax.tree.map(lambda x: gathered_chunks(x, 1, segments)[0], maps_R2)
         return states_between_chunks(everywhere, segments)
 
     def document(_: None, given: tuple[Array, StateMap]) -> tuple[None, Array]:
+        """Exchanges the maps of the next document of each row, if any row has one."""
         exists, maps_R2 = given
         return None, jax.lax.cond(exists, exchanged, lambda maps: jnp.zeros_like(maps.added), maps_R2)
 

@@ -106,6 +106,7 @@ def ssd_pallas(
     sizes = Sizes(context_chunks, (length + padding) // chunk, chunk, min(tile, chunk))
 
     def filled(x: Array) -> Array:
+        """x [N, ...] with zeros behind each context chunk, up to whole scan chunks."""
         if not padding:
             return x
         x = x.reshape(context_chunks, length, *x.shape[1:])
@@ -283,6 +284,7 @@ def _over_chunks(sizes: Sizes, total_HC: Array) -> tuple[Array, Array, Array]:
     total_HZc = total_HC.reshape(-1, sizes.context_chunks, sizes.scan_chunks)
 
     def before(x_HZc: Array) -> Array:
+        """Products of the factors before each, [H, Z, c]."""
         one = jnp.ones_like(x_HZc[..., :1])
         return jnp.cumprod(jnp.concatenate([one, x_HZc[..., :-1]], axis=2), axis=2)
 

@@ -99,6 +99,7 @@ def states_kernel(
     chunk = k_ref.shape[0] // chunks
 
     def step(number: Array, state: Array) -> Array:
+        """Writes the state before a chunk, and takes it through the chunk."""
         c = chunks - 1 - number if reverse else number
         states_ref[c] = state.astype(states_ref.dtype)
         if others:
@@ -139,6 +140,7 @@ def outputs_kernel(
     y = start_ref[rows][:, None] * dot(c, _state(state_ref, tuple(carried), c.dtype))
 
     def earlier(j: Array, y: Array) -> Array:
+        """Adds what the tokens of the earlier tile j give to y [q, P]."""
         columns = pl.ds(j * q, q)
         decay = within_ref[rows][:, None] * (to_tile_ref[i, columns] * dt_ref[columns])[None, :]
         scores = dot(c, b_ref[columns, :], ROWS_BY_ROWS) * decay
@@ -177,6 +179,7 @@ def inputs_grad_kernel(
     dx = end_ref[columns][:, None] * dot(b, _state(dstate_ref, tuple(carried), b.dtype))
 
     def later(i: Array, dx: Array) -> Array:
+        """Adds what the later tile i gives to dx [q, P], and writes its dto_tile."""
         rows = pl.ds(i * q, q)
         decay = to_tile_ref[i, columns][:, None] * within_ref[rows][None, :]
         scores = dot(b, c_ref[rows, :], ROWS_BY_ROWS) * decay
@@ -225,6 +228,7 @@ def scores_grad_kernel(
         cb = dot(c_ref[...], b_ref[...], ROWS_BY_ROWS)
 
         def head(h: Array, dcb: Array) -> Array:
+            """Adds the gradient of head h."""
             d = dot(dy_ref[:, h, :], x_ref[:, h, :], ROWS_BY_ROWS) * dt_ref[h, columns][None, :]
             return dcb + one(h, cb, d)
 
@@ -233,9 +237,11 @@ def scores_grad_kernel(
 
     @pl.when(j < i)
     def of_two_tiles() -> None:
+        """Writes the gradients of two different tiles."""
         seen = _first(positions_ref, i, q)[:, None] <= _offsets(j, q)[None, :]
 
         def one(h: Array, cb: Array, d: Array) -> Array:
+            """Gradient of head h's C B^T; writes that of `within`."""
             decay = within_ref[h, rows][:, None] * to_tile_ref[h, i, columns][None, :]
             d = jnp.where(seen, d * decay, 0.0)
             dwithin_ref[h, :] = (d * cb).sum(1)
@@ -245,10 +251,12 @@ def scores_grad_kernel(
 
     @pl.when(j == i)
     def of_one_tile() -> None:
+        """Writes the gradients of pairs inside a tile."""
         first = _first(positions_ref, i, q)
         terms = 3 if c_ref.dtype == jnp.float32 else 2
 
         def one(h: Array, cb: Array, d: Array) -> Array:
+            """Gradient of head h's C B^T; writes that of la."""
             d *= _tile_decays(la_ref[h, rows], first, i * q)
             dla_ref[h, :] = _tile_decays_grad(d * cb, terms)
             return d
@@ -279,12 +287,14 @@ def shared_grad_kernel(
     own = own_ref[...]
 
     def head(h: Array, out: Array) -> Array:
+        """Adds what head h gives by its state to the gradient [q, S]."""
         state = _state(state_ref, tuple(carried), own.dtype, h)
         part = weight_ref[h, :][:, None] * dot(v_ref[:, h, :], state, ROWS_BY_ROWS)
         dweight_ref[h, :] = (own * part).sum(1)
         return out + part
 
     def pair(t: Array, out: Array) -> Array:
+        """Adds what tile t gives by dcb to the gradient [q, S]."""
         there = pl.ds(t * q, q)
         if reverse:
             return out + dot(dcb_ref[there, :], other_ref[there, :], COLUMNS)

@@ -30,6 +30,7 @@ class Sizes(NamedTuple):
 
     @property
     def tiles(self) -> int:
+        """Tiles of a scan chunk."""
         return self.chunk // self.tile
 
 
@@ -80,6 +81,7 @@ def states(
     parts = s // s_part * p_parts
 
     def of_state(i: Any, h: Any, z: Any) -> Any:
+        """Index of the block of states that a program carries."""
         return z, h, i // p_parts, i % p_parts
 
     chunks = pl.BlockSpec((None, c), lambda i, h, z: (h, z))
@@ -129,9 +131,11 @@ class _Head:
         self._first = pl.BlockSpec((None, None, s, p), lambda i, h, c: (c // sizes.scan_chunks, h, 0, 0))
 
     def tokens(self, tokens: Tokens) -> Inputs:
+        """The tokens' arrays, each with its block."""
         return list(zip(tokens, self._tokens, strict=True))
 
     def state(self, states_CHSP: Array, carried: Carried | None) -> Inputs:
+        """The states and, if any are carried, these, each with its block."""
         return [(states_CHSP, self._state), *zip(carried or (), (self._fade, self._first), strict=False)]
 
 
@@ -206,9 +210,11 @@ def scores_grad(
     q, chunk, tiles, per = sizes.tile, sizes.chunk, sizes.tiles, heads // groups
 
     def later(i: Any, g: Any, c: Any) -> Any:
+        """Index of the pair's first tile."""
         return c * tiles + i // tiles, g, 0
 
     def earlier(i: Any, g: Any, c: Any) -> Any:
+        """Index of the pair's second tile."""
         return c * tiles + i % tiles, g, 0
 
     vector = pl.BlockSpec((per, chunk), lambda i, g, c: (g, c))

@@ -76,9 +76,11 @@ def in_scan_chunks(inputs: ScanInputs, segments: Segments, chunk: int) -> ScanCh
     context_chunks = segments.rows * segments.context_chunks
 
     def chunked(x: Array) -> Array:
+        """[N, G, ...] -> [C, G, Q, ...]."""
         return by_scan_chunk(x, context_chunks, chunk)
 
     def by_group(x_NH: Array) -> Array:
+        """[N, H, ...] -> [N, G, h, ...]."""
         return x_NH.reshape(n, groups, -1, *x_NH.shape[2:])
 
     positions_CQ = positions_by_scan_chunk(segments, chunk)
@@ -121,6 +123,7 @@ def states_between(maps: DecayMap, segments: Segments) -> Float[Array, "C G S h 
     """
 
     def next_chunk(before: DecayMap, of_chunk: DecayMap) -> tuple[DecayMap, DecayMap]:
+        """(the map up to a scan chunk's end, the one up to its start)."""
         return before.then(of_chunk), before
 
     def by_context_chunk(x: Array) -> Array:

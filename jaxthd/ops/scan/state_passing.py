@@ -61,12 +61,15 @@ class MatrixMap(NamedTuple):
     added: Float[Array, "*chunks K V"]
 
     def on(self, state: Array) -> Array:
+        """The state after these tokens."""
         return _exact(self.factor, state) + self.added
 
     def then(self, second: "MatrixMap") -> "MatrixMap":
+        """The map of both: first this one, then the second."""
         return MatrixMap(_exact(second.factor, self.factor), second.on(self.added))
 
     def where(self, exists: Array) -> "MatrixMap":
+        """This map if `exists`, a bool, else the identity; `added` is 0 there already."""
         identity = jnp.eye(self.factor.shape[-1], dtype=self.factor.dtype)
         return self._replace(factor=jnp.where(exists, self.factor, identity))
 
@@ -101,6 +104,7 @@ def states_between_chunks(maps: StateMap, segments: Segments, *, unroll: bool = 
     order, leaves [2 * C, R, ...]. unroll: the steps are written out."""
 
     def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
+        """(the state after a chunk, the one before it)."""
         return of_chunk.on(state), state
 
     _, before = jax.lax.scan(step, jnp.zeros_like(maps.added[0]), maps, unroll=unroll)
