@@ -123,7 +123,7 @@ def _logits(
 
 def _local(targets_N: Array, head_VD: Array, axes: tuple[str, ...]) -> Array:
     """The targets as numbers of this rank's entries; outside 0 .. V - 1 where another rank has them."""
-    return targets_N - jax.lax.axis_index(axes) * len(head_VD) if axes else targets_N
+    return targets_N - jax.lax.axis_index(axes) * len(head_VD)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -207,7 +207,7 @@ def _backward(blocks: HeadBlocks, residuals, dlogp_N):
     firsts, size = _vocab_blocks(len(head_VD), vocab_block)
     local_N = _local(targets_N, head_VD, axes)
     # Every rank's cotangent of the replicated result is a partial sum.
-    dlogp_N = jax.lax.psum(dlogp_N, axes) if axes else dlogp_N
+    dlogp_N = jax.lax.psum(dlogp_N, axes)
     if temperature != 1:
         dlogp_N /= temperature
 

@@ -70,7 +70,7 @@ def make_neighbours(
     segments: of this rank's encoder frames. reach: the most frames that a frame needs before or after it.
     axes: of the ranks that share a row, in the order of its frames. mesh_axes: of all ranks that call this.
     """
-    ranks = jax.lax.axis_size(axes) if axes else 1
+    ranks = jax.lax.axis_size(axes)
     if ranks == 1:
         return None
     frames = segments.row_length

@@ -104,7 +104,7 @@ def kept(scaled_nV: Float[Array, "n V"], sampling: Sampling, axes: tuple[str, ..
 
     def total(x_nV: Array) -> Array:
         """Sums over the whole vocabulary, [n]."""
-        return _psum(x_nV.sum(-1), axes)
+        return jax.lax.psum(x_nV.sum(-1), axes)
 
     def likeliest_k() -> Array:
         """Orders [n] of the least likely of the top_k likeliest entries."""
@@ -127,27 +127,27 @@ def kept(scaled_nV: Float[Array, "n V"], sampling: Sampling, axes: tuple[str, ..
 def _scaled(logits_nV: Array, temperature: Any, axes: tuple[str, ...]) -> Array:
     """logits / temperature, where the highest is 0, in the logits' dtype."""
     # The highest is subtracted first, so that a small temperature makes no infinity.
-    below_nV = logits_nV - _pmax(logits_nV.max(-1), axes)[:, None]
+    below_nV = logits_nV - jax.lax.pmax(logits_nV.max(-1), axes)[:, None]
     return below_nV / jnp.asarray(temperature, below_nV.dtype)
 
 
 def _entry(x_nV: Array, tokens_n: Array, axes: tuple[str, ...]) -> Array:
     """The tokens' entries, on all ranks."""
-    local_n1 = tokens_n[:, None] - (jax.lax.axis_index(axes) * x_nV.shape[1] if axes else 0)
+    local_n1 = tokens_n[:, None] - jax.lax.axis_index(axes) * x_nV.shape[1]
     is_here_n1 = (local_n1 >= 0) & (local_n1 < x_nV.shape[1])
     found_n1 = jnp.take_along_axis(x_nV, jnp.clip(local_n1, 0, x_nV.shape[1] - 1), axis=1)
-    return _psum(jnp.where(is_here_n1, found_n1, 0)[:, 0], axes)
+    return jax.lax.psum(jnp.where(is_here_n1, found_n1, 0)[:, 0], axes)
 
 
 def _log_sum(scaled_nV: Array, axes: tuple[str, ...]) -> Array:
     """The log-sum-exp of entries whose highest is 0."""
-    return jnp.log(_psum(jnp.exp(scaled_nV).sum(-1), axes))
+    return jnp.log(jax.lax.psum(jnp.exp(scaled_nV).sum(-1), axes))
 
 
 def _entropy(scaled_nV: Array, lse_n: Array, axes: tuple[str, ...]) -> Array:
     log_p_nV = scaled_nV - lse_n[:, None]
     p_nV = jnp.exp(log_p_nV)
-    return _psum(jnp.where(p_nV > 0, -p_nV * log_p_nV, 0).sum(-1), axes)
+    return jax.lax.psum(jnp.where(p_nV > 0, -p_nV * log_p_nV, 0).sum(-1), axes)
 
 
 def _order(x: Array) -> Array:
@@ -170,7 +170,7 @@ def _highest(holds: Callable[[Array], Array], none_n: Array) -> Array:
 
 def _noise(keys_n2: Array, number: Array | int, size: int, axes: tuple[str, ...]) -> Array:
     """Gumbel noise for this rank's entries, [n, size]."""
-    ranks = jax.lax.axis_size(axes) if axes else 1
+    ranks = jax.lax.axis_size(axes)
 
     def of_document(key: Array, number: Array) -> Array:
         """Noise of the whole vocabulary, the same on every mesh."""
@@ -179,13 +179,5 @@ def _noise(keys_n2: Array, number: Array | int, size: int, axes: tuple[str, ...]
 
     numbers_n = jnp.broadcast_to(jnp.asarray(number, jnp.int32), len(keys_n2))
     noise_nW = jax.vmap(of_document)(keys_n2, numbers_n)
-    first = jax.lax.axis_index(axes) * size if axes else 0
+    first = jax.lax.axis_index(axes) * size
     return jax.lax.dynamic_slice_in_dim(noise_nW, first, size, axis=1)
-
-
-def _psum(x: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.psum(x, axes) if axes else x
-
-
-def _pmax(x: Array, axes: tuple[str, ...]) -> Array:
-    return jax.lax.pmax(x, axes) if axes else x

@@ -64,10 +64,10 @@ def vocabulary_rows(
     backward pass needs nothing but the indices.
     """
     own = len(matrix_VD)
-    local_N = tokens_N - jax.lax.axis_index(axes) * own if axes else tokens_N
+    local_N = tokens_N - jax.lax.axis_index(axes) * own
     index_N = jnp.where((local_N >= 0) & (local_N < own), local_N, own)
     found_ND = matrix_VD.at[index_N].get(mode="fill", fill_value=0).astype(dtype)
-    return jax.lax.psum(found_ND, axes) if axes else found_ND
+    return jax.lax.psum(found_ND, axes)
 
 
 def psum_live(x: Any, axes: tuple[str, ...], mesh: MeshConfig) -> Any:
