@@ -28,7 +28,6 @@ from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Buffer, Init, applied, scan_stack, stack
-from jaxthd.parallel.remat import remat_of
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
@@ -154,7 +153,7 @@ class FastConformer(nnx.Module):
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
         self.longest = encoder_frames(config.chunk_frames)
-        self.remat, self.unroll = remat_of(compute), compute.unroll_layers
+        self.remat, self.unroll = compute.remat, compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1
         self.attention = compute.encoder_attention.replace("auto", "blocks")
 

@@ -26,7 +26,7 @@ from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.params import Init, gathered_state, stack
-from jaxthd.parallel.remat import Remat, remat_of, rematerialized
+from jaxthd.parallel.remat import Remat, rematerialized
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual
 
@@ -129,7 +129,7 @@ class HybridLayers(nnx.Module):
             }
         )
         self.stages = stages
-        self.remat, self.keeps_views = remat_of(compute), True
+        self.remat, self.keeps_views = compute.remat, True
         self.unroll = compute.unroll_layers
 
     def stage(
@@ -197,7 +197,7 @@ class HybridLayers(nnx.Module):
             x_nD, fixed, state = block.prefill(x_nD, segments, prompts)
             return x_nD, (fixed, state)
 
-        return self._apply_layers(pattern, self.layers_of(pattern, chunk), apply, x_nD, remat=False)
+        return self._apply_layers(pattern, self.layers_of(pattern, chunk), apply, x_nD, remat="none")
 
     def step(
         self,
@@ -215,7 +215,7 @@ class HybridLayers(nnx.Module):
 
         cache = {letter: (fixed[letter], state[letter]) for letter in state}
         layers = self.layers_of(pattern, chunk, cache)
-        return self._apply_layers(pattern, layers, apply, x_nD, remat=False, cache=cache)
+        return self._apply_layers(pattern, layers, apply, x_nD, remat="none", cache=cache)
 
     def _apply_layers(
         self,
@@ -236,9 +236,13 @@ class HybridLayers(nnx.Module):
         results: dict[str, list[Any]] = {letter: [] for letter in kinds}
         for (unit, _), of_unit in zip(repeated_units(pattern), layers, strict=True):
             # What is recomputed of a layer by itself is not recomputed with its unit.
-            by_layer = remat if isinstance(remat, str) else False
+            by_layer: Remat = remat if remat in ("selective", "layers") else "none"
             step: Any = partial(_apply_unit, unit, graphs, apply, by_layer)
-            body = step if by_layer else rematerialized(step, remat, of_unit, keeps_views=self.keeps_views)
+            body = (
+                step
+                if by_layer != "none"
+                else rematerialized(step, remat, of_unit, keeps_views=self.keeps_views)
+            )
             x_nD, found = jax.lax.scan(body, x_nD, of_unit, unroll=self.unroll)
             for letter, result in found.items():
                 results[letter].append(jax.tree.map(lambda r: jax.lax.collapse(r, 0, 2), result))
@@ -320,7 +324,7 @@ def _apply_unit(
     found: dict[str, list[Any]] = {letter: [] for letter in layers}
     for letter in unit:
         run: Any = partial(_apply_row, len(found[letter]), graphs[letter], apply)
-        run = rematerialized(run, remat, layers) if remat else run
+        run = rematerialized(run, remat, layers) if remat != "none" else run
         x_nD, result = run(x_nD, layers[letter])
         found[letter].append(result)
     return x_nD, {k: jax.tree.map(lambda *r: jnp.stack(r), *results) for k, results in found.items()}

@@ -365,8 +365,9 @@ def scan_stack(
     """Applies `body(layer, carry)` for every layer of a stack, first to last. The carry's first array has the
     compute dtype.
 
-    remat: recompute a layer's activations in the backward pass. True: only the carry between layers is kept;
-        "products": results of matrix products too. unroll: write the layers out one after the other.
+    remat: recompute a layer's activations in the backward pass. "full" or "layers": only the carry between
+        layers is kept; "selective": results of matrix products too. unroll: write the layers out one after
+        the other.
     Returns the last carry and the layers' second results, stacked.
     A layer's parameters are gathered for its forward pass, freed, and gathered again for its backward pass.
     """

@@ -6,20 +6,11 @@ from typing import Any, Literal
 import jax
 from flax import nnx
 
-from jaxthd.config import ComputeConfig
 from jaxthd.ops.numerics import KEPT
 
-Remat = bool | Literal["layers", "products"]
-"""Recomputation in the backward pass: nothing; everything of a unit of layers; or everything of a layer,
-but for results of matrix products if "products"."""
-
-
-def remat_of(compute: ComputeConfig) -> Remat:
-    """The recomputation that compute.remat names; all, where nothing has decided on "auto"."""
-    if compute.remat == "selective":
-        return "products"
-    return "layers" if compute.remat == "layers" else compute.remat != "none"
-
+Remat = Literal["auto", "none", "selective", "layers", "full"]
+"""compute.remat: "none" is recomputed; all but results of matrix products ("selective"); or everything of a
+unit of layers, or of each layer ("layers"). "auto" is as "full" where nothing has decided on it."""
 
 _products = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
@@ -32,12 +23,12 @@ def rematerialized(
 ) -> Callable[..., Any]:
     """`step`, rematerialized as scan_stack says. state: what the scan goes over, variables and others.
 
-    keeps_views: without remat: whether results that only move or cast values are kept too. They take memory:
+    keeps_views: with "none": whether results that only move or cast values are kept too. They take memory:
     of a weight as of an activation.
     """
-    if remat == "products":
+    if remat == "selective":
         return jax.checkpoint(step, policy=_products)
-    if remat:
+    if remat != "none":
         return jax.checkpoint(step)
     if not keeps_views:
         return jax.checkpoint(step, policy=_all_but_views)

@@ -95,7 +95,7 @@ class Layer(nnx.Module):
 
 @pytest.mark.parametrize(
     ("remat", "unroll", "products"),
-    [(True, False, 4), (False, False, 3), ("products", False, 3), (True, True, 4)],
+    [("full", False, 4), ("none", False, 3), ("selective", False, 3), ("full", True, 4)],
 )
 def test_a_stack_is_whole_for_its_turn_and_its_gradient_comes_back_scattered(
     remat: Remat, unroll: bool, products: int
@@ -201,7 +201,7 @@ def test_shapes_alone_are_those_of_what_is_drawn():
     assert {path[0] for path in drawn} == {"inner", "after"}
 
 
-@pytest.mark.parametrize("remat", [True, False, "products"])
+@pytest.mark.parametrize("remat", ["full", "none", "selective"])
 def test_a_matrix_is_gathered_in_the_compute_dtype_and_its_gradient_is_summed_in_its_own(remat: Remat):
     """Bit by bit as if it were gathered and then cast. Each rank sees other activations."""
     mesh, ranks = MeshConfig(2, 2), P(("data", "context"))
@@ -254,7 +254,7 @@ def test_a_layer_that_is_not_recomputed_keeps_no_gathered_weight(cast: bool) -> 
 
     def rank(params: dict, x_ND: jax.Array) -> jax.Array:
         given = nnx.state(nnx.merge(graph, params))
-        y_ND, back = jax.vjp(rematerialized(step, False, state), given, x_ND)
+        y_ND, back = jax.vjp(rematerialized(step, "none", state), given, x_ND)
         kept.extend((x.shape, x.dtype) for x in jax.tree.leaves(back))
         return y_ND
 
