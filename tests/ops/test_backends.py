@@ -17,6 +17,7 @@ from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
 from jaxthd.ops.attention.thd import packed_segments
 from jaxthd.ops.backend import Machine, version_numbers
+from jaxthd.packing.intervals import key_intervals
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.segments import Segments, make_segments
 from tests.helpers import row_arrays
@@ -277,3 +278,31 @@ def test_changed_private_functions_of_jax_are_noticed(monkeypatch: pytest.Monkey
     assert "have changed (arguments scale, res)" in (BACKENDS["cudnn"].unfit(BF16, H100) or "")
     monkeypatch.delattr(fused_attention_stablehlo, "dot_product_attention")
     assert "have changed" in (BACKENDS["cudnn"].unfit(BF16, H100) or "")
+
+
+BLOCK = 8
+INTERVALS = [(0, 5), (5, 6), (6, 30), (0, 0), (30, 41), (41, 50), (40, 50), (3, 3), (7, 9), (49, 50), (0, 50)]
+"""The interval of 50 keys that each of 11 queries sees."""
+
+
+@pytest.mark.parametrize("query_block", [None, 1, 3, 11, 16])
+def test_queries_in_blocks_of_any_size_see_their_intervals(query_block: int | None):
+    rng = np.random.default_rng(0)
+    q, k, v = (rng.normal(size=(n, heads, 4)).astype(np.float32) for n, heads in ((11, 4), (50, 2), (50, 2)))
+    lo, hi = jnp.asarray(INTERVALS, jnp.int32).T
+    intervals = key_intervals(lo, hi, BLOCK, query_block)
+    forward = jax.jit(blockwise.attention_forward, static_argnums=(4, 5, 6))
+    out, lse = map(np.asarray, forward(q, k, v, intervals, 0.5, BLOCK, query_block))
+    for i, (first, end) in enumerate(INTERVALS):
+        for head in range(4):
+            scores = 0.5 * k[first:end, head // 2].astype(float) @ q[i, head]
+            weights = np.exp(scores)
+            total = weights.sum()
+            want = weights @ v[first:end, head // 2] / max(total, 1e-300)
+            np.testing.assert_allclose(out[i, head], want, rtol=1e-5, atol=1e-6)
+            np.testing.assert_allclose(
+                lse[i, head], np.log(total) if total else -np.inf, rtol=1e-5, atol=1e-6
+            )
+    touched = int((intervals.blocks[:, 1] - intervals.blocks[:, 0]).sum())
+    least = sum(-(-end // BLOCK) - first // BLOCK for first, end in INTERVALS if end > first)
+    assert touched == least if query_block == 1 else touched < least

@@ -28,10 +28,6 @@ EXCHANGES = "all_gather", "all_reduce", "all_to_all", "collective_permute", "red
 MOST, H, D, P, G, S, WINDOW = 3, 4, 6, 3, 2, 5, 19
 
 
-def whole(*documents: int) -> tuple[list[int], tuple[int, ...]]:
-    return list(documents), ()
-
-
 FULL = 0
 """In a case: as many tokens as the buffer has slots."""
 CASES = {

@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.delta.rule import DeltaInputs, Given, gated_delta_rule
-from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.numerics import accumulation_dtype, exact_product
 from jaxthd.ops.scan.cuts import entering_states
 from jaxthd.ops.scan.prefixes import numbers_by_scan_chunk, of_states
 from jaxthd.ops.scan.ssd import by_scan_chunk
@@ -78,6 +78,6 @@ def _from_entering_states(
     more_CHQ1V = of_states(reads_CHQK, entering_EHKV.mT, number_CQ)
     more_RLHV = more_CHQ1V[..., 0, :].swapaxes(1, 2).reshape(segments.rows, -1, *inputs.v.shape[1:])
     number_D = jnp.where(at >= 0, number_N[at], -1)[: len(factor_DHKK)]
-    carried_DHKV = jnp.matmul(factor_DHKK, entering_EHKV[number_D], precision=jax.lax.Precision.HIGHEST)
+    carried_DHKV = exact_product(factor_DHKK, entering_EHKV[number_D])
     more_DHKV = jnp.where((number_D >= 0)[:, None, None, None], carried_DHKV, 0)
     return more_RLHV[:, :tokens].reshape(inputs.v.shape), more_DHKV

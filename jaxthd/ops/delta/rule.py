@@ -19,7 +19,6 @@ Z context chunks on this rank, L tokens of one, C scan chunks, Q tokens of one, 
 chunk; D tokens whose state is asked for; E states that documents start from.
 """
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -28,7 +27,7 @@ from jax import Array
 from jaxtyping import Float, Int32
 
 from jaxthd.ops.delta.unit_triangular import inverse_of_unit_lower
-from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.numerics import accumulation_dtype, exact_product
 from jaxthd.ops.scan.decays import Decays, decays_of, decays_since_start_here
 from jaxthd.ops.scan.prefixes import numbers_by_scan_chunk, of_states
 from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunk, positions_by_scan_chunk
@@ -127,7 +126,7 @@ class _System(NamedTuple):
 
     def solved(self, right_CGhQX: Array) -> Array:
         """u [C, G, h, Q, X] of this right side, at full precision."""
-        return _exact_product(self.inverse_CGhQQ, right_CGhQX)
+        return exact_product(self.inverse_CGhQQ, right_CGhQX)
 
 
 class _Entering(NamedTuple):
@@ -172,7 +171,7 @@ def _system(chunks: _Chunks, decays: Decays) -> _System:
     lower_CGhQQ = chunks.rate_CGhQ[..., None] * kk_CGQQ[:, :, None] * decays.between_CGhQQ
     reads_CGhQK = (chunks.rate_CGhQ * decays.from_start_CGhQ)[..., None] * chunks.k_CGQK[:, :, None]
     inverse_CGhQQ = inverse_of_unit_lower(lower_CGhQQ)
-    return _System(inverse_CGhQQ, _exact_product(inverse_CGhQQ, reads_CGhQK))
+    return _System(inverse_CGhQQ, exact_product(inverse_CGhQQ, reads_CGhQK))
 
 
 def _entering(chunks: _Chunks, state_EHKV: Array, number_CQ: Array) -> _Entering:
@@ -303,6 +302,3 @@ def _product(spec: str, a: Array, b: Array, dtype: Any) -> Array:
     """einsum of both in `dtype`, the compute dtype; in the accumulation dtype."""
     a, b = a.astype(dtype), b.astype(dtype)
     return jnp.einsum(spec, a, b, preferred_element_type=accumulation_dtype(a))
-
-
-_exact_product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

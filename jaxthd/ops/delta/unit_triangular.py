@@ -4,13 +4,13 @@ jaxlib's triangular_solve (0.10.2) on a CPU blocks a thread of XLA's pool until 
 of the pool have done its work. On two cores, two of them at once can wait for each other for ever.
 """
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
 from jaxtyping import Float
+
+from jaxthd.ops.numerics import exact_product
 
 
 @jax.custom_vjp
@@ -26,7 +26,9 @@ def inverse_of_unit_lower(lower: Float[Array, "*batch Q Q"]) -> Float[Array, "*b
     rows = 1
     while rows < size:
         joining = jnp.where(_below(size, rows), lower, 0)
-        inverse = inverse - (joining if rows == 1 else _product(_product(inverse, joining), inverse))
+        inverse = inverse - (
+            joining if rows == 1 else exact_product(exact_product(inverse, joining), inverse)
+        )
         rows *= 2
     return inverse
 
@@ -38,7 +40,7 @@ def _forward(lower: Array) -> tuple[Array, Array]:
 
 def _backward(inverse: Array, dinverse: Array) -> tuple[Array]:
     transposed = inverse.mT
-    return (-jnp.tril(_product(_product(transposed, dinverse), transposed), -1),)
+    return (-jnp.tril(exact_product(exact_product(transposed, dinverse), transposed), -1),)
 
 
 inverse_of_unit_lower.defvjp(_forward, _backward)
@@ -48,6 +50,3 @@ def _below(size: int, rows: int) -> np.ndarray:
     """True in the blocks C of pairs of neighbouring blocks of `rows` rows, [size, size]."""
     block = np.arange(size) // rows
     return (block[:, None] % 2 == 1) & (block[None, :] == block[:, None] - 1)
-
-
-_product = partial(jnp.matmul, precision=jax.lax.Precision.HIGHEST)

@@ -65,7 +65,7 @@ from jaxthd.ops.scan.pallas_launches import (
     shared_grad,
     states,
 )
-from jaxthd.ops.scan.ssd import positions_by_scan_chunk
+from jaxthd.ops.scan.ssd import in_whole_chunks, positions_by_scan_chunk
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.segments import Segments
 
@@ -102,16 +102,8 @@ def ssd_pallas(
     unfit = why_unfit(chunk, x_NHP.shape[2], b_NGS.shape[2], str(x_NHP.dtype))
     if unfit:
         raise ValueError(f"the scan kernels cannot take this: {'; '.join(unfit)}; use the xla scan")
-    padding = -length % chunk
-    sizes = Sizes(context_chunks, (length + padding) // chunk, chunk, min(tile, chunk))
-
-    def filled(x: Array) -> Array:
-        """x [N, ...] with zeros behind each context chunk, up to whole scan chunks."""
-        if not padding:
-            return x
-        x = x.reshape(context_chunks, length, *x.shape[1:])
-        return jnp.pad(x, [(0, 0), (0, padding)] + [(0, 0)] * (x.ndim - 2)).reshape(-1, *x.shape[2:])
-
+    sizes = Sizes(context_chunks, -(-length // chunk), chunk, min(tile, chunk))
+    filled = partial(in_whole_chunks, context_chunks=context_chunks, chunk=chunk)
     positions_N = positions_by_scan_chunk(segments, chunk).reshape(-1)
     dt_HN = filled(dt_NH.astype(jnp.float32)).T
     la_HN = dt_HN * a_H.astype(jnp.float32)[:, None]

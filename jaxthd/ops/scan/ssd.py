@@ -105,9 +105,15 @@ def in_scan_chunk(at_D: Array, length: int, chunk: int) -> tuple[Array, Array]:
 
 def by_scan_chunk(x: Array, context_chunks: int, chunk: int) -> Array:
     """[N, G, ...] -> [C, G, Q, ...]; each context chunk is filled up with zeros."""
+    x = in_whole_chunks(x, context_chunks, chunk)
+    return x.reshape(-1, chunk, *x.shape[1:]).swapaxes(1, 2)
+
+
+def in_whole_chunks(x: Array, context_chunks: int, chunk: int) -> Array:
+    """x [N, ...] with zeros behind each context chunk, up to whole scan chunks."""
     x = x.reshape(context_chunks, len(x) // context_chunks, *x.shape[1:])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
-    return x.reshape(-1, chunk, *x.shape[2:]).swapaxes(1, 2)
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _states_before(chunks: ScanChunks, decays: Decays, segments: Segments) -> Array:

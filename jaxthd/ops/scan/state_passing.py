@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.numerics import exact_product
 from jaxthd.packing.segments import Segments
 
 GATHER_UP_TO = 8
@@ -62,11 +62,11 @@ class MatrixMap(NamedTuple):
 
     def on(self, state: Array) -> Array:
         """The state after these tokens."""
-        return _exact(self.factor, state) + self.added
+        return exact_product(self.factor, state) + self.added
 
     def then(self, second: "MatrixMap") -> "MatrixMap":
         """The map of both: first this one, then the second."""
-        return MatrixMap(_exact(second.factor, self.factor), second.on(self.added))
+        return MatrixMap(exact_product(second.factor, self.factor), second.on(self.added))
 
     def where(self, exists: Array) -> "MatrixMap":
         """This map if `exists`, a bool, else the identity; `added` is 0 there already."""
@@ -156,7 +156,3 @@ def gathered_chunks(x: Array, dim: int, segments: Segments) -> tuple[Array, tupl
 def faded(state: Array, decay: Array) -> Array:
     """[..., S, h, P] times [..., h]."""
     return state * decay[..., None, :, None]
-
-
-def _exact(a: Array, b: Array) -> Array:
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST, preferred_element_type=accumulation_dtype(a))
