@@ -35,22 +35,19 @@ MOST = 6
 """Most documents that the calls are told of: more than there are, so that some packed segments stay empty."""
 BLOCK = 64
 WINDOW = 40
-PREFIX = (10, 140)
-"""The first key and the end of those that documents share."""
+SHARED = [(1, 151, 10, 140), (215, 312, 10, 140)]
+"""Rectangles of the second and the fourth document, which continue the same prefix."""
 QUERIES = (16, 32, 64)
 """Queries of each call of decoding, which a kernel may compute in smaller tiles (pallas.tiles_for)."""
 QUANTITIES = ("output", "log-sum-exp", "dq", "dk", "dv")
 
 
-def probe_intervals() -> list[KeyIntervals]:
-    """Key intervals of the probe's local call, then of its remote calls."""
-    found = [_local_intervals(TOKENS)]
-    for rectangles in RECTANGLES:
-        begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
-        for first, end, first_key, end_key in rectangles:
-            begin_N[first:end], end_N[first:end] = first_key, end_key
-        found.append(_intervals(begin_N, end_N))
-    return found
+def _rectangles(rectangles: Sequence[tuple[int, int, int, int]]) -> KeyIntervals:
+    """Key intervals of a remote call, from its rectangles; other queries see nothing."""
+    begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
+    for first, end, first_key, end_key in rectangles:
+        begin_N[first:end], end_N[first:end] = first_key, end_key
+    return _intervals(begin_N, end_N)
 
 
 def _local_intervals(window: int) -> KeyIntervals:
@@ -60,16 +57,6 @@ def _local_intervals(window: int) -> KeyIntervals:
     for end, length in zip(ends, DOCUMENTS, strict=True):
         end_N[end - length : end] = np.arange(end - length, end) + 1
         begin_N[end - length : end] = np.maximum(end - length, end_N[end - length : end] - window)
-    return _intervals(begin_N, end_N)
-
-
-def _shared_keys() -> KeyIntervals:
-    """The second and the fourth document continue the same prefix, the others none."""
-    begin_N, end_N = (np.zeros(TOKENS, np.int32) for _ in range(2))
-    ends = np.cumsum(DOCUMENTS)
-    for document in (1, 3):
-        first, end = ends[document] - DOCUMENTS[document], ends[document]
-        begin_N[first:end], end_N[first:end] = PREFIX
     return _intervals(begin_N, end_N)
 
 
@@ -92,11 +79,11 @@ def probe_calls(backend: AttentionBackend) -> list[list[Call]]:
     """The calls of each softmax: a local one with remote ones, whose parts are merged; a local one alone. For
     a back-end that takes any intervals also one in a window, with keys that documents share.
     """
-    local, *remote = probe_intervals()
+    local, remote = _local_intervals(TOKENS), map(_rectangles, RECTANGLES)
     parts = [Call(local, True, BLOCK, MOST), *(Call(seen, False, BLOCK, MOST) for seen in remote)]
     found = [parts, [Call(local, True, BLOCK, MOST, alone=True)]]
     if backend.takes_any_intervals:
-        seen = _local_intervals(WINDOW), _shared_keys()
+        seen = _local_intervals(WINDOW), _rectangles(SHARED)
         found.append([Call(x, causal, BLOCK, None) for x, causal in zip(seen, (True, False), strict=True)])
     return found
 

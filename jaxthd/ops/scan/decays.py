@@ -6,6 +6,7 @@ rounding can push above 0 before exp.
 Legend: C scan chunks, Q tokens of one, G groups, h heads of a group.
 """
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -42,14 +43,7 @@ def decays_since_start_here(
     before, to the token."""
     i = jnp.arange(positions_CQ.shape[1])
     counted_CQQ = (i[:, None] >= i) & (i[:, None] - i <= positions_CQ[..., None])
-    return jnp.exp(
-        jnp.einsum(
-            "cghk,cqk->cghq",
-            decay_CGhQ,
-            counted_CQQ.astype(decay_CGhQ.dtype),
-            precision=jax.lax.Precision.HIGHEST,
-        )
-    )
+    return jnp.exp(_exact_einsum("cghk,cqk->cghq", decay_CGhQ, counted_CQQ.astype(decay_CGhQ.dtype)))
 
 
 def _decay_over(counted: Array, decay_CGhQ: Array, seen: Array) -> Array:
@@ -59,7 +53,8 @@ def _decay_over(counted: Array, decay_CGhQ: Array, seen: Array) -> Array:
     The sums are a matrix product with ones and zeros: all terms are of one sign, and cumulative sums are
     slow.
     """
-    sums = jnp.einsum(
-        "cghk,...k->cgh...", decay_CGhQ, counted.astype(decay_CGhQ.dtype), precision=jax.lax.Precision.HIGHEST
-    )
+    sums = _exact_einsum("cghk,...k->cgh...", decay_CGhQ, counted.astype(decay_CGhQ.dtype))
     return jnp.exp(jnp.where(seen[:, None, None], sums, -jnp.inf))
+
+
+_exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
