@@ -46,6 +46,7 @@ class Augmentation:
         config = self.config
 
         def drawn(kind: str) -> np.random.Generator | None:
+            """Returns the random numbers of a kind of change; None where it is not drawn."""
             rng = document_rng(seed, epoch, f"{key}/{kind}")
             return rng if rng.random() < config.probabilities[kind] else None
 
@@ -132,16 +133,10 @@ def add_noise(samples: Audio, noise: Audio, decibels: float) -> Audio:
 
 def low_pass(samples: Audio, hertz: float) -> Audio:
     """The samples without what lies above `hertz`, as in a narrow channel: -3 dB there, 48 dB an octave."""
-    from scipy.signal import sosfilt
+    from scipy.signal import butter, sosfilt
 
-    return sosfilt(_butterworth(round(hertz)), samples).astype(np.float32)
-
-
-@functools.lru_cache(64)
-def _butterworth(hertz: int) -> np.ndarray:
-    from scipy.signal import butter
-
-    return butter(LOW_PASS_ORDER, hertz, fs=SAMPLE_RATE, output="sos")
+    sections = butter(LOW_PASS_ORDER, round(hertz), fs=SAMPLE_RATE, output="sos")
+    return sosfilt(sections, samples).astype(np.float32)
 
 
 def _power(samples: np.ndarray) -> float:

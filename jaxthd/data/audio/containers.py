@@ -43,25 +43,19 @@ class View:
         self._file, self._start, self._at = file, start, 0
         self._stated_size, self._patch = ENDLESS if endless else size, patch
 
-    def again(self) -> "View":
-        """Returns a view of the same bytes with a position of its own."""
-        return View(self._file, self._start, self.size)
-
-    def with_patch(self, at: int, data: bytes) -> "View":
-        """Returns a view of the same bytes in which `data` replaces those from `at` on."""
-        return View(self._file, self._start, self.size, patch=(at, data))
-
-    def without_end(self) -> "View":
-        """Returns an endless view of the same bytes."""
-        return View(self._file, self._start, self.size, endless=True)
+    def again(self, **changes: Any) -> "View":
+        """Returns a view of the same bytes with a position of its own. changes: endless, or patch."""
+        return View(self._file, self._start, self.size, **changes)
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Goes to a position in bytes, which may be beyond the end, and returns it."""
         at = offset + (0, self._at, self._stated_size)[whence]
         if at >= 0:  # otherwise the position stays, which libsndfile notices
             self._at = at
         return self._at
 
     def tell(self) -> int:
+        """Returns the position in bytes."""
         return self._at
 
     def read(self, size: int) -> bytes:
@@ -172,7 +166,7 @@ def mended(view: View) -> View:
         return view
     size = found.size + found.extra
     limit = 2**32 - 1 if found.size_form[1] == "I" else 2**63 - 1
-    return view.with_patch(found.size_at, struct.pack(found.size_form, min(size, limit)))
+    return view.again(patch=(found.size_at, struct.pack(found.size_form, min(size, limit))))
 
 
 def fault_of(view: View, kind: str, log: str, frames: int, rate: int) -> str | None:

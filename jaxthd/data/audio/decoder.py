@@ -18,7 +18,7 @@ from jaxthd.data.audio.containers import (
     mended,
     sds_frames,
 )
-from jaxthd.data.audio.flac import flac_frames, flac_stated
+from jaxthd.data.audio.flac import flac_frames
 from jaxthd.data.audio.mpeg import BLOCK, count_frames, ends_where_stated, first_frame, preroll
 from jaxthd.data.example import Cell, Member
 
@@ -41,6 +41,7 @@ class Decoder(soundfile.SoundFile):
     """
 
     def seekable(self) -> bool:
+        """Returns False, so that no read is followed by a seek."""
         return False
 
 
@@ -101,7 +102,7 @@ class Recording(NamedTuple):
             return fault
         if kind == "FLAC":
             there = flac_frames(view)
-            return None if there is None else compare_frames(flac_stated(view), there, rate)
+            return None if there is None else compare_frames(self.length, there, rate)
         return fault_of(view, kind, self.file.extra_info, frames, rate)
 
     def _stops(self, frames: int) -> str | None:
@@ -175,14 +176,14 @@ def _mp3(view: View, until: float, every_byte: bool) -> tuple[View | None, str |
     """
     mp3 = first_frame(view)
     if mp3 is None or not mp3.stated:
-        return view.without_end(), None
+        return view.again(endless=True), None
     if until <= mp3.stated_seconds - DURATION_SLACK:
         return None, None
     if not every_byte and view.size > BLOCK and ends_where_stated(view, mp3):
         return None, None
     frames = count_frames(view, mp3)
     if (frames - mp3.stated) * mp3.samples > DURATION_SLACK * mp3.rate:
-        return view.with_patch(mp3.count_at, (2 * frames).to_bytes(4, "big")), None
+        return view.again(patch=(mp3.count_at, (2 * frames).to_bytes(4, "big"))), None
     stated, there = mp3.stated * mp3.samples, frames * mp3.samples
     return None, compare_frames(stated, there, mp3.rate)
 

@@ -35,12 +35,6 @@ def flac_frames(view: View) -> int | None:
     return None
 
 
-def flac_stated(view: View) -> int | None:
-    """Frames that the header of a FLAC file says; None for unknown."""
-    view.seek(after_tags(view))
-    return int.from_bytes(view.read(26)[21:], "big") & 0xFFFFFFFFF or None
-
-
 def _frame_end(data: bytes, at: int, block: int) -> int | None:
     """The sample after the frame whose header is at `at`; None without one there. block: samples a frame."""
     head = data[at : at + 16]

@@ -119,6 +119,7 @@ class RecordingLength(NamedTuple):
 
     @property
     def seconds(self) -> float:
+        """Returns the seconds from the first sample to the last."""
         return self.frames / self.rate
 
 

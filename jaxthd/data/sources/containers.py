@@ -176,6 +176,7 @@ class Parts(NamedTuple):
 
     @property
     def note(self) -> str:
+        """Says how many of the parts are there."""
         return f"{len(self.numbers)} of the {self.total} parts that {self.example.name}'s name counts"
 
 

@@ -42,9 +42,11 @@ class CutLines(LineSource):
     reads_columns = False
 
     def name_of(self, entry: Entry) -> str:
+        """Returns the cut's id."""
         return string(entry, "id")
 
     def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        """Returns the answers in the cut's `custom`. Raises ValueError."""
         return alternatives_of(json_object(entry.get("custom") or {}, "custom"))
 
     def turns_of_cut(
@@ -98,9 +100,11 @@ class CutSource(CutLines):
             return False
 
     def named(self) -> Files:
+        """Returns the files of cuts. Raises FileNotFoundError where one is missing."""
         return Files(self.existing())
 
     def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        """Returns the turns of a cut, with its range of the recording's file. Raises ValueError."""
         refuse_marked(entry)
         path, channels = _file_of(entry)
         named, folder = Path(path), self.folders[item.file]

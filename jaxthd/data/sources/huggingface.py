@@ -61,26 +61,32 @@ class HuggingFaceSource(FileSource):
 
     @staticmethod
     def recognises(path: str) -> bool:
+        """Whether a path is a parquet or arrow file, or a folder of such."""
         if Path(path).is_dir():
             return is_table_folder(Path(path))
         return path.endswith(SUFFIXES)
 
     def turns_of(self, entry: Entry, item: "_Row", data: DataConfig) -> tuple[Turn, ...]:
+        """Returns the turns of a row. Raises ValueError."""
         more: dict[str, Any] = {"prompts": self.setting.prompts, "unread": self.unread_recordings}
         return turns_of_entry(entry, item.locate, data.prompt, data.audio_placeholder, **more)
 
     def items(self, named: Files, data: DataConfig) -> Iterator["_Row"]:
+        """Yields the rows of all files, with the columns that data.columns names."""
         return self._rows(data.columns, self.unread_recordings)
 
     def entry_of(self, item: "_Row") -> Entry:
+        """Returns a row's fields. Raises ValueError for one that cannot be read."""
         if isinstance(item.entry, str):
             raise ValueError(item.entry)
         return item.entry
 
     def name_of(self, entry: Entry) -> str:
+        """Returns the name of the row's recording, or a conversation's id. Raises ValueError."""
         return name_of_entry(entry, prompts=self.setting.prompts)
 
     def digest(self) -> str:
+        """Returns a digest of the sizes of the files and of the fields of all rows."""
         files = self.named().items
         digest = hashlib.blake2b(repr([path.stat().st_size for path in files]).encode())
         for row in self._rows(()):
@@ -103,6 +109,7 @@ class HuggingFaceSource(FileSource):
             self.read_notes[:] = require_counts(recorded, counts, setting)
 
     def named(self) -> Files:
+        """Returns the tables and the folder's records. Raises UserError where a table is missing."""
         path, setting = Path(self.path), self.setting.field
         if path.is_dir():
             files = files_of_folder(path, setting)
@@ -131,6 +138,7 @@ class _Row(NamedTuple):
     where: str = ""
 
     def locate(self, name: str) -> Clip:
+        """Returns the row's recording: its cell, or the file `name` from the table's folder."""
         if self.cell is None:
             return in_folder(self.path.parent)(name)
         return Clip(self.path, member=self.cell)
@@ -255,9 +263,11 @@ class _Columns(NamedTuple):
 
     @property
     def wanted(self) -> list[str]:
+        """Returns the columns to read, and the path within that of recordings."""
         return [*self.fields.values(), *([self.name] if self.name else [])]
 
     def row(self, path: Path, group: int, at: int, values: Entry) -> _Row:
+        """Returns row `at` of a group as an entry, with the cell of its recording."""
         entry = {field: _without_nulls(values[column]) for field, column in self.fields.items()}
         entry = {field: value for field, value in entry.items() if value is not None}
         if not self.audio:

@@ -34,6 +34,7 @@ class Count(NamedTuple):
 
 
 def is_table_folder(folder: Path) -> bool:
+    """Whether a folder holds tables, or what save_to_disk of datasets writes."""
     return any((folder / name).is_file() for name in (STATE, DICT)) or bool(_tables_in(folder))
 
 

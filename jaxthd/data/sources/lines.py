@@ -166,18 +166,21 @@ def has_text(entry: Entry) -> bool:
 
 
 def json_object(value: Any, what: str) -> Entry:
+    """Returns a value that is an object. Raises ValueError for another. what: its name in messages."""
     if not isinstance(value, dict):
         raise ValueError(f"{what} is a JSON {type(value).__name__}; expected an object")
     return value
 
 
 def json_list(value: Any, what: str) -> list[Any]:
+    """Returns a value that is a list with items. Raises ValueError. what: its name in messages."""
     if not isinstance(value, list) or not value:
         raise ValueError(f"{what} is {reprlib.repr(value)}; expected a list that is not empty")
     return value
 
 
 def string(entry: Entry, name: str) -> str:
+    """Returns a field that is a text. Raises ValueError for one that is missing or of another type."""
     if name not in entry:
         raise ValueError(f"{name} is missing; found {reprlib.repr(sorted(entry))}")
     value = entry[name]

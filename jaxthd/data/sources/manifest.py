@@ -22,11 +22,12 @@ A prompt alone, for answers that are drawn to it: the same without the answers.
 
 import reprlib
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Alternative, Cell, Clip, Example, Turn, question, utterance
+from jaxthd.data.example import Cell, Clip, Example, Turn, question, utterance
 from jaxthd.data.sources.columns import LineColumns
 from jaxthd.data.sources.conversations import conversation_turns, own_prompt, refuse_tags
 from jaxthd.data.sources.lines import (
@@ -39,7 +40,7 @@ from jaxthd.data.sources.lines import (
     refuse_marked,
     string,
 )
-from jaxthd.data.sources.preferences import OF_PREFERENCES, PAIR, alternatives_of, history_of, is_preference
+from jaxthd.data.sources.preferences import PAIR, history_of, is_preference
 from jaxthd.data.sources.recordings import (
     LISTS,
     Locate,
@@ -79,9 +80,11 @@ class ManifestSource(LineSource):
 
     @staticmethod
     def recognises(path: str) -> bool:
+        """Whether a path may be a manifest: any may."""
         return True
 
     def named(self) -> Files:
+        """Returns the manifests, their tar files and NeMo's metadata. Raises as the class says."""
         files, setting = self.existing(), self.setting.field
         tars = tars_of(self.setting.tarred_audio, setting) if self.setting.tarred_audio else []
         counted = counted_tars(files[0], tars)
@@ -89,33 +92,32 @@ class ManifestSource(LineSource):
         left_out = sum(max(0, each.total - each.named) for each in counted)
         return Files(files, tars, [each.metadata for each in counted], left_out, tuple(notes))
 
-    def begin(self, named: Files, data: DataConfig) -> None:
-        super().begin(named, data)
+    def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
+        """Yields the lines. Raises UserError where none had a column that data.columns names."""
         title = f"{self.path} ({self.setting.field})"
         has_columns = self.reads_columns and data.columns
         self._columns = LineColumns(data, title) if has_columns else None
         self._tars = TarredAudio(named.tars, named.items, self.setting.field) if named.tars else None
+        yield from super().items(named, data)
+        if self._columns:
+            self._columns.require()
+        self.read_notes += self._tars.notes if self._tars else []
 
     def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        """Returns the turns of a line. Raises ValueError."""
         file = item.file
         locate = self._tars.locate(entry, file) if self._tars else in_folder(self.folders[file])
         more: dict[str, Any] = {"prompts": self.setting.prompts, "unread": self.unread_recordings}
         return turns_of_entry(entry, locate, data.prompt, data.audio_placeholder, **more)
 
     def entry_of(self, item: Line) -> Entry:
+        """Returns a line's fields, renamed as data.columns says. Raises ValueError."""
         entry = parse(item.text)
         return self._columns.rename(entry) if self._columns else entry
 
     def name_of(self, entry: Entry) -> str:
+        """Returns the path of the line's recording, or a conversation's id. Raises ValueError."""
         return name_of_entry(entry, prompts=self.setting.prompts)
-
-    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
-        return () if OF_PREFERENCES.isdisjoint(entry) else alternatives_of(entry)
-
-    def end(self) -> None:
-        if self._columns:
-            self._columns.require()
-        self.read_notes += self._tars.notes if self._tars else []
 
 
 def turns_of_entry(
@@ -138,7 +140,7 @@ def turns_of_entry(
     refuse_marked(entry)
     is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
     others: tuple[str, ...] = ()
-    if is_prompt or (not OF_PREFERENCES.isdisjoint(entry) and is_preference(entry)):
+    if is_prompt or is_preference(entry):
         turns, others = _prompt(entry, locate, prompt, placeholder)
     elif _is_conversation(entry):
         turns, others = _conversation(entry, locate, placeholder, prompts)

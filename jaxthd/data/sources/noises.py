@@ -65,15 +65,19 @@ class RecordingSource(LineSource):
     expected = "recordings, a line each with audio_filepath"
 
     def named(self) -> Files:
+        """Returns the manifests. Raises FileNotFoundError where one is missing."""
         return Files(self.existing())
 
     def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        """Returns one turn with the recording alone. Raises ValueError."""
         return (Turn("user", (clip_of(entry, "audio_filepath", in_folder(self.folders[item.file])),)),)
 
     def name_of(self, entry: Entry) -> str:
+        """Returns the recording's path. Raises ValueError."""
         return string(entry, "audio_filepath")
 
     def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        """Returns no answers, whatever the line has."""
         return ()
 
 

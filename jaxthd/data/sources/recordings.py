@@ -211,6 +211,7 @@ def in_folder(folder: Path) -> Locate:
     """
 
     def locate(name: str) -> Clip:
+        """Returns the file of a path or a file:// URL. Raises ValueError for what is neither."""
         if len(name) > LONGEST_PATH or (":" in name and name.startswith("data:")):
             raise ValueError(
                 f"{reprlib.repr(name)} is no path, but {len(name):,} characters; expected the path of a "

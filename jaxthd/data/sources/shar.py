@@ -44,6 +44,7 @@ class Shard(NamedTuple):
 
     @property
     def files(self) -> list[Path]:
+        """Returns all files of the shard, cuts first."""
         return [self.cuts, self.recording, *self.texts.values()]
 
 
@@ -145,9 +146,11 @@ class SharSource(CutLines):
 
     @staticmethod
     def recognises(path: str) -> bool:
+        """Whether a path is a folder."""
         return Path(path).is_dir()
 
     def named(self) -> Files:
+        """Returns the files of all shards, and the index. Raises as shar_shards does."""
         shards, index = self._shards(), Path(self.path) / INDEX
         number = re.fullmatch(r"\D*\.(\d+)\D*", shards[0].cuts.name)
         begins = f"its shards begin at {shards[0].cuts.name}, not at 0" if number and int(number[1]) else ""
@@ -156,16 +159,21 @@ class SharSource(CutLines):
         return Files(lines, recordings, [index] * index.is_file(), notes=(begins,) * bool(begins))
 
     def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
-        return numbered_lines([shard.cuts for shard in self._shards()])
-
-    def begin(self, named: Files, data: DataConfig) -> None:
+        """Yields the cuts. Notes damage of tar files, and recordings that no cut names."""
         shards = self._shards()
         self._indexes = index_tars([shard.recording for shard in shards])
         self._recordings = [_members_of_cuts(index) for index in self._indexes]
         self._heard: list[set[str]] = [set() for _ in shards]
         self._texts = [_texts(shard) for shard in shards]
+        yield from numbered_lines([shard.cuts for shard in shards])
+        self.read_notes += [index.note for index in self._indexes if index.note]
+        unnamed = [there.keys() - cuts for there, cuts in zip(self._recordings, self._heard, strict=True)]
+        if lost := sum(map(len, unnamed)):
+            first = next(x.path.name for x, names in zip(self._indexes, unnamed, strict=True) if names)
+            self.read_notes.append(f"{lost:,} recordings of tar files are those of no cut, {first} first")
 
     def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
+        """Returns the turns of a cut, with its recording in the shard's tar file. Raises ValueError."""
         shard, name = item.file, string(entry, "id")
         self._heard[shard].add(name)
         refuse_marked(entry)
@@ -173,13 +181,6 @@ class SharSource(CutLines):
         if clip.member and clip.member.name.endswith(".nodata"):
             raise ValueError("the cut has no recording")
         return self.turns_of_cut(entry, clip, data, self._texts[shard].get(name))
-
-    def end(self) -> None:
-        self.read_notes += [index.note for index in self._indexes if index.note]
-        unnamed = [there.keys() - cuts for there, cuts in zip(self._recordings, self._heard, strict=True)]
-        if lost := sum(map(len, unnamed)):
-            first = next(x.path.name for x, names in zip(self._indexes, unnamed, strict=True) if names)
-            self.read_notes.append(f"{lost:,} recordings of tar files are those of no cut, {first} first")
 
     def _shards(self) -> list[Shard]:
         return shar_shards(Path(self.path), self.setting.field)

@@ -155,12 +155,12 @@ class FileSource(Source):
     def named(self) -> Files:
         """Returns the files of the data set. Raises UserError or FileNotFoundError where one is missing."""
 
-    def begin(self, named: Files, data: DataConfig) -> None:
-        """Opens what reading needs."""
-
     @abstractmethod
     def items(self, named: Files, data: DataConfig) -> Iterator[Any]:
-        """Yields the items. Each has its `number`, from 1, and `where` it lies, for messages."""
+        """Opens what reading needs, yields the items, and notes in `read_notes` what it has come upon.
+
+        Each item has its `number`, from 1, and `where` it lies, for messages.
+        """
 
     @abstractmethod
     def entry_of(self, item: Any) -> Entry:
@@ -178,17 +178,14 @@ class FileSource(Source):
     def turns_of(self, entry: Entry, item: Any, data: DataConfig) -> tuple[Turn, ...]:
         """Returns the turns of an item. Raises ValueError."""
 
-    def end(self) -> None:
-        """Checks what reading has come upon, and notes it in `read_notes`."""
-
     def read(self, data: DataConfig) -> tuple[list[Example], list[Skipped]]:
+        """See Source.read. Raises UserError, too, for tar files of a source that has none."""
         title, tars = f"{self.path} ({self.setting.field})", self.setting.tarred_audio
         if tars and self.alone:
             holds, _, expected = self.alone.partition("; ")
             raise UserError(f"{title} {holds}, and {tars} its tar files; {expected}: correct one")
         self.read_notes.clear()
         named, examples, skipped = self.named(), list[Example](), list[Skipped]()
-        self.begin(named, data)
         for item in self.items(named, data):
             key = f"{item.number}:"
             try:
@@ -199,7 +196,6 @@ class FileSource(Source):
                 examples.append(Example(key, turns, answers, fields_beside(entry)))
             except ValueError as error:
                 skipped.append(Skipped(key, item.where + str(error)))
-        self.end()
         if not examples:
             listed = "".join(f"\n  {self.item} {key} {reason}" for key, reason in skipped[:5])
             raise UserError(
@@ -209,6 +205,7 @@ class FileSource(Source):
         return examples, skipped
 
     def containers(self) -> Containers:
+        """Counts the files and tar files of the data set; see Source.containers."""
         named = self.named()
         files = [*named.items, *named.tars]
         parts = [each for each in parts_of(files) if each.missing]
@@ -216,6 +213,7 @@ class FileSource(Source):
         return Containers(total, len(files), (*(x.note for x in parts), *named.notes, *self.read_notes))
 
     def files(self) -> list[Path]:
+        """Returns the files of items, tar files and records."""
         named = self.named()
         return [*named.items, *named.tars, *named.records]
 
@@ -223,14 +221,14 @@ class FileSource(Source):
 class LineSource(FileSource):
     """A source of JSON lines. Keys do not depend on how the lines are divided into files."""
 
-    def begin(self, named: Files, data: DataConfig) -> None:
+    def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
+        """Yields the lines of all files."""
         self.folders = [path.parent for path in named.items]
         """The folder of each file, from which relative paths are taken."""
-
-    def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
-        return numbered_lines(named.items)
+        yield from numbered_lines(named.items)
 
     def entry_of(self, item: Line) -> Entry:
+        """Returns a line's object. Raises ValueError for what is no JSON object."""
         return parse(item.text)
 
     def existing(self) -> list[Path]:
@@ -244,6 +242,7 @@ class LineSource(FileSource):
         return files
 
     def digest(self) -> str:
+        """Returns a digest of the lines, decompressed, and of the sizes of tar files."""
         return self._digest(self._blocks())
 
     def extent(self) -> int | None:

@@ -113,6 +113,7 @@ class SyntheticSource(ManifestSource):
 
     @staticmethod
     def recognises(path: str) -> bool:
+        """Whether the setting is "synthetic"."""
         return path == "synthetic"
 
 
@@ -227,11 +228,13 @@ def _espeak() -> Iterator[Say]:
 
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_int, ctypes.c_void_p)
     def collect(wave: int | None, count: int, _events: int | None) -> int:
+        """Keeps the samples that espeak-ng hands over, and lets it go on."""
         if wave and count > 0:
             pieces.append(ctypes.string_at(wave, 2 * count))
         return 0
 
     def say(text: str, voice: str, words_a_minute: int, pitch: int) -> Float32[np.ndarray, " samples"]:
+        """Returns float32 speech at 16 kHz. Raises RuntimeError for an unknown voice, and for no sound."""
         # espeak-ng reports an unknown accent but ignores an unknown variant.
         variant = data / "voices" / "!v" / voice.partition("+")[2]
         if not variant.is_file() or library.espeak_SetVoiceByName(voice.encode()):

@@ -119,6 +119,7 @@ class _Headers(BufferedReader):
     """
 
     def read(self, size: int | None = -1) -> bytes:
+        """Returns up to `size` bytes. Raises ReadError for a size that no header has."""
         if size is None or not 0 <= size < 2**20:
             raise tarfile.ReadError(f"a header of {size} bytes")
         return super().read(size)
@@ -195,7 +196,17 @@ class TarredAudio:
     @property
     def notes(self) -> list[str]:
         """Says what is wrong with the tar files, and how many members no line has named so far."""
-        return notes_of_tars(list(self._indexes.values()), list(map(len, self._named.values())))
+        indexes = list(self._indexes.values())
+        members = [sum(isinstance(m, Member) for m in index.members.values()) for index in indexes]
+        unnamed = [there - len(used) for there, used in zip(members, self._named.values(), strict=True)]
+        notes = [index.note for index in indexes if index.note]
+        if sum(unnamed):
+            which = indexes[next(n for n, count in enumerate(unnamed) if count)].path.name
+            notes.append(
+                f"{sum(unnamed):,} of the {sum(members):,} members of tar files are named by no line, "
+                f"{which} first"
+            )
+        return notes
 
     def locate(self, entry: dict[str, Any], file: int) -> Callable[[str], Clip]:
         """Returns the function name -> Clip for a line of file number `file`. Both raise ValueError."""
@@ -208,6 +219,7 @@ class TarredAudio:
         index, named = self._indexes[shard], self._named[shard]
 
         def clip(name: str) -> Clip:
+            """Returns the recording of that name, or of the name without NeMo's suffix. Raises ValueError."""
             segment = _SEGMENT.fullmatch(name)
             if segment and _plain(name) not in index.members:
                 name = segment[1] + (segment[2] or "")
@@ -216,23 +228,6 @@ class TarredAudio:
             return recording
 
         return clip
-
-
-def notes_of_tars(indexes: Sequence[TarIndex], named: Sequence[int]) -> list[str]:
-    """Says what is wrong with tar files, and how many of their readable members no line names.
-
-    named: members of each that lines name.
-    """
-    members = [sum(isinstance(m, Member) for m in index.members.values()) for index in indexes]
-    unnamed = [there - used for there, used in zip(members, named, strict=True)]
-    notes = [index.note for index in indexes if index.note]
-    if sum(unnamed):
-        which = indexes[next(n for n, count in enumerate(unnamed) if count)].path.name
-        notes.append(
-            f"{sum(unnamed):,} of the {sum(members):,} members of tar files are named by no line, "
-            f"{which} first"
-        )
-    return notes
 
 
 def shard_number(path: Path) -> int | None:

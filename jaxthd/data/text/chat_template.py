@@ -235,6 +235,7 @@ class ChatTemplate:
         """For each text, by (turn, part) numbers: the turns with the sign in place of that text."""
 
         def sign(k: int, p: int) -> list[Turn]:
+            """Returns the turns with the sign in place of part `p` of turn `k`."""
             parts = (*turns[k].parts[:p], _SIGN, *turns[k].parts[p + 1 :])
             return [*turns[:k], Turn(turns[k].role, parts), *turns[k + 1 :]]
 

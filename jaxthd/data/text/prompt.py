@@ -102,6 +102,7 @@ class PromptTemplate:
         supervised = [False] * len(tokens)
 
         def write(ids: Sequence[int], *, is_supervised: bool = False) -> None:
+            """Appends token ids that are supervised, or not."""
             tokens.extend(ids)
             supervised.extend([is_supervised] * len(ids))
 

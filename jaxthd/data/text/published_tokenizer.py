@@ -88,6 +88,7 @@ def other_tokens(there: Vocabulary, here: Vocabulary) -> tuple[str, str]:
     added = [n for n in differing if n in there.added or n in here.added]
 
     def listed(ids: list[int]) -> str:
+        """Says what the first of these ids stand for on either side."""
         some = (f"{n} is {reprlib.repr(then[n])} there, {reprlib.repr(now[n])} here" for n in ids[:_LISTED])
         return ", ".join(some) + f" and {len(ids) - _LISTED} more" * (len(ids) > _LISTED)
 

@@ -30,19 +30,12 @@ class Renderer:
 
     def __init__(self, source: str, seconds: float = SECONDS) -> None:
         self._source, self._seconds = source, seconds
-        self._open()
-
-    def _open(self) -> None:
         self._lock = threading.Lock()
         self._child: Child | None = None
         self._end: Callable[[], object] | None = None
 
-    def __getstate__(self) -> tuple[str, float]:
-        return self._source, self._seconds
-
-    def __setstate__(self, state: tuple[str, float]) -> None:
-        self._source, self._seconds = state
-        self._open()
+    def __reduce__(self) -> tuple[type["Renderer"], tuple[str, float]]:
+        return Renderer, (self._source, self._seconds)
 
     def __call__(self, requests: Sequence[Mapping[str, Any]]) -> list[str]:
         """Returns the template's text for each set of variables, which are JSON values.

@@ -91,11 +91,13 @@ class Generation(Extension):
     tags = {"generation"}  # noqa: RUF012  (as jinja2 has it)
 
     def parse(self, parser: Any) -> Any:
+        """Returns a block whose text `marked` returns."""
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
         return nodes.CallBlock(self.call_method("marked"), [], [], body).set_lineno(line)
 
     def marked(self, caller: Callable[[], str]) -> str:
+        """Returns the block's text between the marks of supervised text."""
         return f"{SUPERVISED}{caller()}{SUPERVISED_END}"
 
 
@@ -120,6 +122,7 @@ class GuardedNamespace(Namespace):
 
 
 def raise_exception(message: str) -> None:
+    """Raises TemplateError, as templates do for turns that they do not write."""
     raise TemplateError(message)
 
 

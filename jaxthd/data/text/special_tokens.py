@@ -54,6 +54,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     ]
 
     def ids(name: str) -> list[int]:
+        """Returns the ids that the model's files give under a name, generation_config.json's first."""
         return [i for file, config in models for i in _ids(file, name, config.get(name))]
 
     audio = next((i for name in _AUDIO_ID for i in ids(name)), None)

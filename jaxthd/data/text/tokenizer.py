@@ -56,6 +56,7 @@ class ByteTokenizer:
     text_vocab_size = 260
 
     def encode(self, text: str) -> list[int]:
+        """Returns an id for each byte of the text in UTF-8."""
         return [byte + self.first_byte for byte in text.encode()]
 
     encode_marks = encode  # no byte is special
@@ -167,6 +168,7 @@ class FileTokenizer:
         return ids
 
     def encode_marks(self, marks: str) -> list[int]:
+        """Returns the ids of marks and text, special tokens among them."""
         return self._tokenizer.encode(marks, add_special_tokens=False).ids
 
     def encode_spans(self, marks: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -183,6 +185,7 @@ class FileTokenizer:
         return self._tokenizer.id_to_token(token) or ""
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of token ids, without special tokens."""
         return self._tokenizer.decode([i for i in ids if i != self.audio_id], skip_special_tokens=True)
 
     def _find(self, names: Iterable[str]) -> list[int]:
