@@ -194,7 +194,7 @@ def test_what_does_not_go_together_is_refused(shards, tmp_path):
             f"{shards}/audio_{{0..1}}.tar",
             "3 manifests and 2 tar files .*expected one tar file for each",
         ),
-        (many, f"{shards}/audio_{{0..4}}.tar", r"2 of the 5 tar files .*audio_3\.tar first"),
+        (many, f"{shards}/audio_{{0..4}}.tar", r"2 of the 5 files of .*audio_3\.tar first"),
         (one, f"{{{shards}/audio_0.tar,{shards}/x.tar}}", r"numbered \[0, None\].*expected a number in each"),
         (one, f"{shards}/audio_{{0,0}}.tar", r"numbered \[0, 0\]"),
     ):

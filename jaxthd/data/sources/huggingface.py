@@ -27,7 +27,7 @@ from jaxthd.data.sources.huggingface_files import (
     is_table_folder,
     require_counts,
 )
-from jaxthd.data.sources.lines import Entry, expand_braces
+from jaxthd.data.sources.lines import Entry, all_files
 from jaxthd.data.sources.manifest import name_of_entry, turns_of_entry
 from jaxthd.data.sources.preferences import PAIR, history_of, is_preference
 from jaxthd.data.sources.recordings import OTHER_MODALITIES, holds_recordings, in_folder
@@ -115,14 +115,7 @@ class HuggingFaceSource(FileSource):
             files = files_of_folder(path, setting)
             beside = [path / name for name in (STATE, INFO, INFOS, DICT)] + [files[0].parent / SUMMARY]
             return Files(files, records=[each for each in beside if each.is_file()])
-        files = [Path(name) for name in expand_braces(self.path)]
-        missing = [str(file) for file in files if not file.is_file()]
-        if missing:
-            raise UserError(
-                f"{len(missing)} of the {len(files)} files of {self.path} ({setting}) are not there, "
-                f"{missing[0]} first; expected all of them: correct {setting}"
-            )
-        return Files(files)
+        return Files(all_files(self.path, setting))
 
 
 class _Row(NamedTuple):

@@ -59,6 +59,21 @@ def expand_braces(text: str) -> list[str]:
     return ["".join(chosen) for chosen in product(*choices)]
 
 
+def all_files(text: str, setting: str) -> list[Path]:
+    """Returns the files that a text names, with braces. Raises UserError where one is missing.
+
+    setting: what names them, for the message.
+    """
+    files = [Path(name) for name in expand_braces(text)]
+    missing = [str(file) for file in files if not file.is_file()]
+    if missing:
+        raise UserError(
+            f"{len(missing)} of the {len(files)} files of {text} ({setting}) are not there, {missing[0]} "
+            f"first; expected all of them: correct {setting}"
+        )
+    return files
+
+
 READ = frozenset(
     "audio_filepath text offset duration channels lang id shard_id audio audios sound sounds conversations "  # noqa: SIM905
     "messages context prompt system_prompt chosen rejected completion label".split()

@@ -34,6 +34,7 @@ from jaxthd.data.sources.lines import (
     READ,
     Entry,
     Line,
+    all_files,
     has_text,
     numbered_lines,
     parse,
@@ -54,7 +55,7 @@ from jaxthd.data.sources.recordings import (
     unread_start,
 )
 from jaxthd.data.sources.source import Files, LineSource
-from jaxthd.data.sources.tarred import TarredAudio, counted_tars, require_counted_tars, tars_of
+from jaxthd.data.sources.tarred import TarredAudio, counted_tars, require_counted_tars
 from jaxthd.errors import UserError
 
 
@@ -86,7 +87,7 @@ class ManifestSource(LineSource):
     def named(self) -> Files:
         """Returns the manifests, their tar files and NeMo's metadata. Raises as the class says."""
         files, setting = self.existing(), self.setting.field
-        tars = tars_of(self.setting.tarred_audio, setting) if self.setting.tarred_audio else []
+        tars = all_files(self.setting.tarred_audio, setting) if self.setting.tarred_audio else []
         counted = counted_tars(files[0], tars)
         notes = require_counted_tars(counted, tars, setting)
         left_out = sum(max(0, each.total - each.named) for each in counted)

@@ -17,7 +17,6 @@ import yaml
 
 from jaxthd.data.example import Clip, Member
 from jaxthd.data.sources.containers import PART, empty, refuse_other_forms
-from jaxthd.data.sources.lines import expand_braces
 from jaxthd.errors import UserError
 
 _SEGMENT = re.compile(r"(.+)-sub\d+(\.\w+)?")
@@ -143,18 +142,6 @@ def index_tars(paths: Sequence[Path]) -> list[TarIndex]:
     """The index of each tar file, see index_tar."""
     with ThreadPoolExecutor(16) as threads:
         return list(threads.map(index_tar, paths))
-
-
-def tars_of(tars: str, setting: str) -> list[Path]:
-    """The tar files that a setting names, with braces. Raises UserError if one is missing."""
-    paths = [Path(name) for name in expand_braces(tars)]
-    missing = [str(path) for path in paths if not path.is_file()]
-    if missing:
-        raise UserError(
-            f"{len(missing)} of the {len(paths)} tar files of {setting} are not there, {missing[0]} "
-            f"first; expected all that {tars} names: correct it"
-        )
-    return paths
 
 
 class TarredAudio:
