@@ -30,14 +30,17 @@ PARTS = ("encoder", "adapter")
 
 
 def dotted(path: Path) -> str:
+    """The path of a parameter as one text, its parts joined by dots."""
     return ".".join(map(str, path))
 
 
 def part_of(path: Path) -> str:
+    """The part of the model that has the parameter: one of PARTS, or "LLM"."""
     return path[0] if path[0] in PARTS else "LLM"
 
 
 def is_lora(path: Path) -> bool:
+    """Whether the path is that of a low-rank matrix."""
     return "lora" in path
 
 
@@ -62,6 +65,7 @@ def no_projections(model: nnx.Module) -> list[str]:
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
+    """Whether one of the shell patterns matches the whole name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -124,6 +128,7 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     kept = [pattern[1:] for pattern in adapt.freeze if pattern.startswith("!")]
 
     def is_trained(path: Path) -> bool:
+        """Whether the parameter trains: LoRA and kept ones do, whatever else is frozen."""
         if is_lora(path) or matches(dotted(path), kept):
             return True
         return part_of(path) not in has_lora and not matches(dotted(path), frozen)
@@ -150,6 +155,7 @@ def split(tree: Tree, is_trained: Tree) -> tuple[Tree, Tree]:
     """(the part of the tree for trained parameters, the part for frozen ones), with None for the others."""
 
     def where(wanted: bool) -> Tree:
+        """The tree with None where `is_trained` is not `wanted`."""
         return jax.tree.map(lambda mine, x: x if mine is wanted else None, is_trained, tree)
 
     return where(True), where(False)
@@ -173,6 +179,7 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
     scale = adapt.lora_alpha / adapt.lora_rank
 
     def merged(w: Any, lora: Tree) -> Array:
+        """The weight with its low-rank product added."""
         return _sum(w, lora, scale)
 
     plain_config = replace(config, adapt=replace(adapt, lora_rank=0, lora_dropout=0.0, dora=False))

@@ -85,6 +85,7 @@ def answer(
     """
 
     def pick(h_nD: Array, number: Array | int) -> Drawn:
+        """The likeliest next token of each sequence."""
         return Drawn(likeliest(model.logits(h_nD), model.vocabulary_axes))
 
     h_ND, decoding = begin(model, batch, ends, pick, new_tokens=new_tokens, fill=stop_ids[0], axes=axes)
@@ -117,6 +118,7 @@ def begin(
     prompts = make_prompts(ends, segments, new_tokens, places)
 
     def prefill(pattern: str, chunk: Array | int, x_nD: Array, _: Any, __: Any) -> tuple[Array, Cache]:
+        """Runs a chunk of layers over the prompts, and returns what it keeps for decoding."""
         return model.decoder.prefill(pattern, chunk, x_nD, segments, prompts)
 
     x_nD, caches = _through_all_stages(stages, prefill, x_nD)
@@ -140,6 +142,7 @@ def _padding(first: Drawn, new_tokens: int, fill: int) -> Drawn:
     """[n] -> [n, m]."""
 
     def filled(x_n: Array) -> Array:
+        """Room for new_tokens values of each sequence, filled with padding."""
         return jnp.full((len(x_n), new_tokens), fill if x_n.dtype == jnp.int32 else 0, x_n.dtype)
 
     return jax.tree.map(filled, first)
@@ -162,6 +165,7 @@ def advance(
         return psum_live(active_n.sum(), DECODER_FSDP, model.mesh) > 0
 
     def step(carry: tuple[Array, Decoding]) -> tuple[Array, Decoding]:
+        """Decodes one token of each sequence that is not done."""
         _, d = carry
         number_n = d.steps - d.start
         is_new_nm = d.active[:, None] & (jnp.arange(most, dtype=jnp.int32) == number_n[:, None])
@@ -174,6 +178,7 @@ def advance(
         def through(
             pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache
         ) -> tuple[Array, Cache]:
+            """Runs a chunk of layers over the newest tokens."""
             return model.decoder.step(pattern, chunk, x_nD, fixed, state, now)
 
         stages = model.decoder.stages
@@ -207,11 +212,13 @@ def _through_all_stages(
         state = jax.tree.map(lambda c: jnp.zeros((stages.chunks, *c.shape), c.dtype), like)
 
     def one(carry: tuple[Array, Any], stage: Array) -> tuple[tuple[Array, Any], None]:
+        """Runs a stage where its rank holds it, and passes the activations on."""
         x_nD, state = carry
         chunk, mine = stage // stages.ranks, rank == stage % stages.ranks
         held, own = jax.tree.map(lambda c: c[chunk], (fixed, state))
 
         def turn() -> tuple[Array, Cache]:
+            """Runs the layers of this stage with its own cache."""
             taken = own if has_state else None
             return stages.switch(lambda pattern: run(pattern, chunk, x_nD, held, taken), chunk)
 

@@ -121,11 +121,13 @@ class RelativeAttention(nnx.Module):
         given = q_EHd, k_EHd, v_EHd, w_F2Hd
 
         def own(q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array) -> Array:
+            """Attends within the rank's own frames."""
             return self._own(q_EHd, k_EHd, v_EHd, w_F2Hd, clips)
 
         def over_ranks(
             neighbours: Neighbours, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array
         ) -> Array:
+            """Attends to the rank's own frames and to those of its neighbours."""
             k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
             if clips.attention == "pallas" and clips.segments.row_length > DENSE_FRAMES:
                 return self._kernels_over_ranks(q_EHd, k_SHd, v_SHd, w_F2Hd, neighbours)

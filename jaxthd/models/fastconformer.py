@@ -204,6 +204,7 @@ class FastConformer(nnx.Module):
             x_ED = jnp.where(is_too_long, jnp.nan, x_ED)
 
         def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
+            """One block of the encoder, and its running statistics."""
             x_ED = block(x_ED, clips, train=train, axes=axes)
             return x_ED, nnx.to_pure_dict(nnx.state(block, Buffer))
 

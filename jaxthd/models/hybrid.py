@@ -83,12 +83,14 @@ class Block(nnx.Module):
         return x_nD + self.residual.total(y_ND), routing
 
     def prefill(self, x_nD: Float[Array, "n D"], segments: Segments, prompts: Prompts) -> Prefilled:
+        """The block over prompts: its outputs, and what its mixer keeps for decoding."""
         y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self.norm(x_nD)), segments, prompts)
         return Prefilled(x_nD + self.residual.total(y_ND), fixed, state)
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
+        """The block over the newest token of each sequence: its outputs, and the mixer's new state."""
         y_nD, state = self.mixer.step(self.norm(x_nD), fixed, state, now)
         return x_nD + self.residual.decoding.total(y_nD), state
 
@@ -156,6 +158,7 @@ class HybridLayers(nnx.Module):
         """
 
         def apply(block: Block, x_nD: Array, _: None) -> tuple[Array, Routing | None]:
+            """One block over packed tokens."""
             return block(x_nD, segments)
 
         if trained is not None:
@@ -194,6 +197,7 @@ class HybridLayers(nnx.Module):
         """As `stage`, but also returns the cache that decoding continues from: (fixed, state) by letter."""
 
         def apply(block: Block, x_nD: Array, _: None) -> tuple[Array, Any]:
+            """One block over prompts, with its cache."""
             x_nD, fixed, state = block.prefill(x_nD, segments, prompts)
             return x_nD, (fixed, state)
 
@@ -211,6 +215,7 @@ class HybridLayers(nnx.Module):
         """Applies the layers to the newest token of every document. Also returns the state after it."""
 
         def apply(block: Block, x_nD: Array, cache: tuple[Any, Any]) -> tuple[Array, Any]:
+            """One block over the newest tokens."""
             return block.step(x_nD, *cache, now)
 
         cache = {letter: (fixed[letter], state[letter]) for letter in state}
@@ -266,6 +271,7 @@ class HybridLayers(nnx.Module):
         most = self.stages.most(letter)
 
         def rows(w: Array) -> Array:
+            """The layers of this chunk, from those of the rank."""
             return jax.lax.dynamic_slice_in_dim(w, chunk * most, most)
 
         return jax.tree.map(rows, stacked)
@@ -291,6 +297,7 @@ def _with_trained(layers: StackedLayers, trained: dict[str, Any]) -> StackedLaye
     """The layers with these parameters, where they are not None."""
 
     def replaced(of_kind: _Layers, given: Any) -> _Layers:
+        """The layers of a kind with the variables that are given."""
         flat = dict(nnx.to_flat_state(of_kind.variables))
         for path, value in nnx.traversals.flatten_mapping(given).items():
             if value is not None:
@@ -304,6 +311,7 @@ def _repeats(layers: Any, first: int, repeats: int, count: int) -> Any:
     """[rows, ...] -> [repeats, count, ...], starting at row `first`."""
 
     def taken(w: Array) -> Array:
+        """The layers of these repeats, from all layers of the kind: [repeats, count, ...]."""
         return w[first : first + repeats * count].reshape(repeats, count, *w.shape[1:])
 
     return jax.tree.map(taken, layers)

@@ -201,6 +201,7 @@ class Linear(nnx.Module):
         init = Init(key, self.w.dtype, self.mesh, self.fsdp)
 
         def make(init: Init) -> LoRA:
+            """Low-rank matrices of this projection's shape."""
             return LoRA(dim, out, rank, scale, init, self.sharded_in, self.sharded_out, **options)
 
         axes = self.w.get_metadata("mesh_axes")[0]

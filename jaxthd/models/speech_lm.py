@@ -194,6 +194,7 @@ class SpeechLM(nnx.Module):
             return [self._given(batch.embeddings, alone=alone)], self._encoder_buffers()
 
         def with_future(own_RT: Array, future_RKT: Array) -> Array:
+            """The own targets and those of `depths` later tokens, a row after the other."""
             return jnp.concatenate([own_RT[:, None], future_RKT[:, :depths]], axis=1).reshape(rows, -1)
 
         tokens_RL = jnp.maximum(with_future(batch.tokens, batch.future_tokens), 0)
@@ -270,6 +271,7 @@ class SpeechLM(nnx.Module):
         log_probs, routing = [], []
 
         def scored(h_nD: Array, targets_RT: Array, weights_RT: Array) -> Array:
+            """Log-probabilities of the supervised targets of one head."""
             h_ND = self.residual.whole(h_nD)
             return supervised_log_probs(*self._scored_at(h_ND, head_VD, targets_RT, weights_RT))
 

@@ -31,6 +31,7 @@ def to_stages(tree: Any, stages: Stages) -> Any:
     """
 
     def rows(letter: str, x: Any) -> Any:
+        """Layers by slot of the stages, from layers in the decoder's order; empty slots are 0."""
         layers = stages.layers(letter)
         filled = (layers >= 0).reshape(-1, *(1,) * (x.ndim - 1))
         if isinstance(x, np.ndarray):
@@ -44,6 +45,7 @@ def from_stages(tree: Any, stages: Stages) -> Any:
     """The inverse of to_stages."""
 
     def canonical(letter: str, x: Any) -> Any:
+        """Layers in the decoder's order, from layers by slot of the stages."""
         layers = stages.layers(letter)
         rows = np.flatnonzero(layers >= 0)
         order = rows[np.argsort(layers[rows])]
@@ -57,6 +59,7 @@ def _of_layers(change: Callable[[str, Any], Any], tree: Any, stages: Stages) -> 
         return tree
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
+        """The leaf changed by the letter of its kind; itself where no letter is in its path."""
         letter = letter_of(path)
         return x if letter is None else change(letter, x)
 

@@ -82,10 +82,12 @@ class DPO(Objective):
 
     @property
     def extras(self) -> tuple[str, ...]:
+        """Names of the numbers that each answer brings."""
         return (PREFERENCE,)
 
     @property
     def scored(self) -> tuple[str, ...]:
+        """Names of the log-probabilities that are scored beforehand."""
         return () if self.reference_free or self.loss == "simpo" else (REFERENCE,)
 
     def _answer(self, sign: int, log_probs_RT: Array, tokens: Tokens) -> _Answer:
@@ -111,6 +113,7 @@ class DPO(Objective):
         return is_pair_RD, jnp.where(is_pair_RD, chosen_RD, 0)
 
     def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """Pairs, and chosen tokens, of this rank."""
         is_pair_RD, chosen_RD = self._pairs(tokens)
         pairs = is_pair_RD.sum(dtype=tokens.weights.dtype)
         return {LOSS: tokens.share(pairs), "sft_loss": tokens.share(chosen_RD.sum())}
@@ -128,11 +131,13 @@ class DPO(Objective):
         return -(1 - smooth) * jax.nn.log_sigmoid(logits_RD) - smooth * jax.nn.log_sigmoid(-logits_RD)
 
     def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """The loss and the metrics, summed over the pairs of this rank."""
         chosen, rejected = (self._answer(sign, log_probs_RT, tokens) for sign in (1, -1))
         is_pair_RD, _ = self._pairs(tokens)
         difference_RD = chosen.rewards - rejected.rewards
 
         def over_pairs(x_RD: Array) -> Array:
+            """The rank's share of the sum over pairs."""
             return tokens.share(jnp.where(is_pair_RD, x_RD, 0).sum())
 
         preference_loss = over_pairs(self._preference_losses(difference_RD))

@@ -122,19 +122,23 @@ class GRPO(Objective):
 
     @property
     def extras(self) -> tuple[str, ...]:
+        """Names of the numbers that each token brings."""
         return (ADVANTAGE, RECORDED) if self.correction == "none" else (ADVANTAGE, RECORDED, DRAWN)
 
     @property
     def scored(self) -> tuple[str, ...]:
+        """Names of the log-probabilities that are scored beforehand."""
         return (REFERENCE,) * (self.beta_kl > 0) + (OLD,) * (self.old == "scored")
 
     def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """What the loss is a mean over, and supervised tokens, of this rank."""
         supervised = tokens.weights.sum()
         answers = tokens.share(tokens.supervised_answers().sum(dtype=tokens.weights.dtype))
         of_loss = {"tokens": supervised, "answers": answers, "max_length": answers * self.max_length}
         return {LOSS: of_loss[self.mean], **dict.fromkeys(_OF_TOKENS, supervised)}
 
     def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """The policy loss and the metrics, summed over the tokens of this rank."""
         is_drawn_RT = tokens.weights > 0
         advantage_RT = jnp.where(is_drawn_RT, tokens.extras[ADVANTAGE], 0).astype(log_probs_RT.dtype)
         ratio_RT = jnp.exp(self._log_ratio(log_probs_RT, tokens))
@@ -161,9 +165,11 @@ class GRPO(Objective):
         return {LOSS: (self._token_weights(tokens, loss_RT.dtype) * loss_RT).sum(), **sums}
 
     def extremes(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """Largest ratios of the new to the old policy, over the tokens of this rank."""
         log_ratio_RT = self._log_ratio(log_probs_RT, tokens)
 
         def largest(x_RT: Array) -> Array:
+            """The largest value of a supervised token; at least 0."""
             return jnp.where(tokens.weights > 0, x_RT, 0).max()
 
         return {

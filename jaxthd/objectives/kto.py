@@ -57,10 +57,12 @@ class KTO(Objective):
 
     @property
     def extras(self) -> tuple[str, ...]:
+        """Names of the numbers that each answer brings."""
         return (PREFERENCE,)
 
     @property
     def scored(self) -> tuple[str, ...]:
+        """Names of the log-probabilities that are scored beforehand."""
         return (REFERENCE,) if self.kl == "none" else (REFERENCE, OLD)
 
     def _rewards(self, log_probs_RT: Array, tokens: Tokens) -> Float[Array, "R D"]:
@@ -68,6 +70,7 @@ class KTO(Objective):
         return tokens.answer_sums(jnp.where(tokens.weights > 0, gained_RT, 0))
 
     def totals(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """Sums over all ranks of which the estimate of the divergence consists."""
         if self.kl == "none":
             return {}
         label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
@@ -79,6 +82,7 @@ class KTO(Objective):
         }
 
     def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """Answers, desired and undesired ones, of this rank."""
         label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
         desired, undesired = (
             tokens.share((sign * label_RD > 0).sum(dtype=tokens.weights.dtype)) for sign in (1, -1)
@@ -91,6 +95,7 @@ class KTO(Objective):
         return {LOSS: desired + undesired, **of_side}
 
     def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """The loss and the metrics, summed over the answers of this rank."""
         label_RD = tokens.answer_values(tokens.extras[PREFERENCE])
         rewards_RD = self._rewards(log_probs_RT, tokens)
         log_probs_RD = tokens.answer_sums(jnp.where(tokens.weights > 0, log_probs_RT, 0))
@@ -102,6 +107,7 @@ class KTO(Objective):
         losses_RD = weight_RD * jax.nn.sigmoid(self.beta * (jnp.sign(label_RD) * (z - rewards_RD)))
 
         def over(sign: int, x_RD: Array) -> Array:
+            """The rank's share of the sum over desired (1) or undesired (-1) answers."""
             return tokens.share(jnp.where(sign * label_RD > 0, x_RD, 0).sum())
 
         ones_RD = jnp.ones_like(rewards_RD)

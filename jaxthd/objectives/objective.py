@@ -111,6 +111,7 @@ class Tokens:
 
     def _sums(self, x_RT: Array, ids_RT: Array) -> Array:
         def of_row(x_T: Array, ids_T: Array) -> Array:
+            """Sums of a row by document."""
             return jax.ops.segment_sum(x_T, ids_T, self.max_documents + 1)[1:]
 
         sums_RD = jax.vmap(of_row)(x_RT, ids_RT)
@@ -118,6 +119,7 @@ class Tokens:
 
     def _values(self, x_RT: Array, ids_RT: Array) -> Array:
         def of_row(x_T: Array, ids_T: Array) -> Array:
+            """Maxima of a row by document."""
             return jax.ops.segment_max(x_T, ids_T, self.max_documents + 1)[1:]
 
         known_RT = jnp.where(self.weights > 0, jax.lax.stop_gradient(x_RT), -jnp.inf)

@@ -22,7 +22,9 @@ class SFT(Objective):
     """Cross-entropy: the mean over all supervised tokens of the batch."""
 
     def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """Supervised tokens of this rank."""
         return {LOSS: tokens.weights.reshape(-1).sum()}
 
     def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """Negative log-likelihood, summed over the tokens of this rank."""
         return {LOSS: negative_log_likelihood(log_probs_RT.reshape(-1), tokens.weights.reshape(-1))}

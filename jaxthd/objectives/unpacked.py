@@ -38,6 +38,7 @@ def by_answer(
     rows_RT = jnp.arange(len(at_RT))[:, None]
 
     def unpacked(x_RT: Array) -> Array:
+        """The values by row, answer and position in it, gathered over the ranks."""
         empty_RDL = jnp.zeros((len(x_RT), tokens.max_documents + 1, longest), x_RT.dtype)
         found_RDL = empty_RDL.at[rows_RT, tokens.segment_ids, at_RT].add(x_RT, mode="drop")[:, 1:]
         return found_RDL if tokens.axis is None else jax.lax.psum(found_RDL, tokens.axis)
@@ -66,7 +67,9 @@ class UnpackedObjective(Objective):
         """The loss of one answer. See OfAnswer for the arguments."""
 
     def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """Supervised answers of this rank."""
         return {LOSS: tokens.share(tokens.supervised_answers().sum(dtype=tokens.weights.dtype))}
 
     def sums(self, log_probs_RT: Float[Array, "R T"], tokens: Tokens) -> dict[str, Float[Array, ""]]:
+        """The user's loss, summed over the answers of this rank."""
         return {LOSS: tokens.share(by_answer(self.loss, log_probs_RT, tokens, self.longest).sum())}

@@ -49,6 +49,7 @@ class AccumulatedStep:
         self._on = on
 
         def add(total: Gradient | None, state: TrainState, batch: Batch, counts: Counts) -> Gradient:
+            """The sum of the gradients so far and a batch's; extremes are the largest."""
             found = gradient(state.params, state.buffers, batch, counts)
             if total is None:
                 return found
@@ -57,6 +58,7 @@ class AccumulatedStep:
             return jax.tree.map(jnp.add, total, found)._replace(buffers=found.buffers, extremes=largest)
 
         def zeros(state: TrainState, batch: Batch, counts: Counts) -> Gradient:
+            """A gradient to begin the sum with, shaped as a batch's."""
             like = jax.eval_shape(partial(add, None), state, batch, counts)
             none = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
             return none._replace(extremes=jax.tree.map(lambda x: x - jnp.inf, none.extremes))

@@ -86,6 +86,7 @@ class Blueprint:
         params, dtype = nnx.state(self.model, nnx.Param), jnp.dtype(self.config.compute.dtype)
 
         def used(path: tuple[Any, ...], is_matrix: bool, x: Any) -> Any:
+            """The dtype in which a parameter is used: the compute dtype for matrices but routers."""
             is_router = any(getattr(key, "key", None) == "router" for key in path)
             return dtype if is_matrix and not is_router and not self.config.adapt.dora else x.dtype
 
@@ -156,6 +157,7 @@ def specs_of(model: SpeechLM) -> tuple[Tree, Tree]:
     """PartitionSpecs of a model's (parameters, buffers), in the places of the arrays."""
 
     def specs(kind: type[nnx.Variable]) -> Tree:
+        """Partition specs of all variables of a kind, by path."""
         found = {path: partition_spec(v) for path, v in nnx.to_flat_state(nnx.state(model, kind))}
         return nnx.traversals.unflatten_mapping(found)
 

@@ -206,6 +206,7 @@ class Forward:
 
     @property
     def pipelined(self) -> PipelinedModel:
+        """The functions by which a pipeline runs the model."""
         return PipelinedModel(
             enter=self.enter,
             prepare=self.prepare,
@@ -223,11 +224,13 @@ class Forward:
         return nnx.merge(self._blueprint.graph, params, buffers)
 
     def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Bypass, Tree]:
+        """Embeds the batch: (activations, what goes around the stages, encoder statistics)."""
         model = self.model(with_encoder(self._buffers, state), enter=enter)
         (x_nD, *future), state = model.enter_with_future(batch, axes=AXES, train=self._batch_statistics)
         return x_nD, Bypass(future, x_nD if trains_ctc(batch, self._config) else None), state
 
     def prepare(self, pattern: str, stage: Tree, chunk: Array | int, batch: Batch) -> PreparedStage:
+        """Selects the layers of a chunk, and what stays the same for all microbatches."""
         model = self.model(self._buffers)
         segments = model.segments(batch, AXES)
         draws = _draws(batch)
@@ -237,11 +240,13 @@ class Forward:
         return PreparedStage(model.decoder.rows_of(pattern, chunk, stage["layers"]), fixed)
 
     def run(self, pattern: str, prepared: PreparedStage, x_nD: Array) -> tuple[Array, Routing | None]:
+        """Runs the layers of a chunk: (activations, routing of its experts)."""
         decoder, fixed = self.model(self._buffers).decoder, prepared.fixed
         with drawing(fixed.draws):
             return decoder.run(pattern, fixed.layers, prepared.trained, x_nD, fixed.segments)
 
     def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
+        """Applies the head: (the rank's share of the loss, metrics)."""
         model = self.model(self._buffers, leave=leave)
         # Gathered once for both losses.
         head_VD = None if bypass.own is None else model.gathered_head()

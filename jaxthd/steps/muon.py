@@ -52,12 +52,15 @@ def scale_by_muon(
     )
 
     def orthogonal(matrix_RC: Array) -> Array:
+        """The orthogonal factor of a momentum matrix, by optax's Newton-Schulz."""
         return alone.update(matrix_RC, alone.init(matrix_RC))[0]
 
     def init(params: Tree) -> MuonState:
+        """No steps done, and momenta of 0."""
         return MuonState(jnp.zeros((), jnp.int32), optax.tree.zeros_like(params))
 
     def update(gradients: Tree, state: MuonState, _: Tree = None) -> tuple[Tree, MuonState]:
+        """Orthogonalised momenta in place of the gradients."""
         count = optax.safe_increment(state.done)
         mu = optax.tree.update_moment(gradients, state.mu, beta, 1)
         if nesterov:
@@ -85,6 +88,7 @@ def _orthogonalised(orthogonal: Callable[[Array], Array], tree: Tree, specs: Tre
     by_leaf = [_at(specs, path) for path, _ in leaves]
 
     def rank(*shards: Array) -> list[Array]:
+        """The orthogonalised matrices of which this rank holds shards."""
         return [_on_rank(orthogonal, x, spec, mesh) for x, spec in zip(shards, by_leaf, strict=True)]
 
     run = on_ranks(rank, mesh, tuple(by_leaf), by_leaf)

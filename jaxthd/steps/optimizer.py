@@ -74,6 +74,7 @@ def make_optimizer(blueprint: Blueprint, mesh: Mesh | None = None) -> optax.Grad
     params = nnx.state(blueprint.model, nnx.Param)
 
     def of_trained(tree: Tree) -> Tree:
+        """The leaves of parameters that train."""
         return split(tree, blueprint.trained)[0]
 
     trained = Trained(
@@ -106,7 +107,10 @@ def _scaled_by_part(adapt: AdaptConfig) -> list[optax.GradientTransformation]:
     factors = adapt.factors
 
     def scaled(updates: Tree, _: Tree) -> Tree:
+        """Updates times the factor of their part."""
+
         def times(factor: float, of_module: Tree) -> Tree:
+            """The updates of a module times a factor."""
             return jax.tree.map(lambda update: factor * update, of_module)
 
         return {name: times(factors.get(name, factors["llm"]), u) for name, u in updates.items()}

@@ -48,20 +48,26 @@ def scale_by_adafactor(
         return jax.tree.transpose(jax.tree.structure(stacked), jax.tree.structure(one), by_parameter)
 
     def alone(function: Callable[..., Any], number: int, in_axes: Any, out_axes: Any) -> Callable[..., Any]:
+        """The function applied to each layer of a stack alone."""
         for _ in range(number):
             function = jax.vmap(function, in_axes, out_axes)
         return function
 
     def init(params: Tree) -> FactoredState:
+        """Factored moments of each layer."""
         found = jax.tree.map(lambda x, number: alone(moments.init, number, 0, axes)(x), params, stacked)
         return transposed(found, one_state)._replace(count=jnp.zeros((), jnp.int32))
 
     def of_one(gradient: Any, state: FactoredState, param: Any) -> tuple[Any, FactoredState]:
+        """The update of one layer's parameter, and its moments."""
         update, state = moments.update(gradient, state, param)
         return rest.update(update, rest.init(param), param)[0], state
 
     def update(gradients: Tree, state: FactoredState, params: Tree) -> tuple[Tree, FactoredState]:
+        """Updates of all parameters, and their moments."""
+
         def of_leaf(number: int, gradient: Any, row: Any, column: Any, v: Any, param: Any) -> Any:
+            """The updates of a stack of layers."""
             run = alone(of_one, number, (0, axes, 0), (0, axes))
             return run(gradient, FactoredState(state.count, row, column, v), param)
 
@@ -109,6 +115,7 @@ class AdamW:
         _check_decays(self.beta1, self.beta2)
 
     def transformation(self, trained: Trained) -> optax.GradientTransformation:
+        """optax's AdamW, with decay of matrices alone."""
         train = trained.train
         adam = optax.scale_by_adam(self.beta1, self.beta2)
         return optax.chain(  # optax.adamw
@@ -128,9 +135,11 @@ def _first_moment_held_in(dtype: str, adam: optax.GradientTransformation) -> opt
     """optax's own mu_dtype rounds the decayed moment too, before the gradient is added."""
 
     def held(state: Any) -> Any:
+        """The state with first moments in the dtype in which they are held."""
         return state._replace(mu=jax.tree.map(lambda m: m.astype(dtype), state.mu))
 
     def update(gradients: Tree, state: Any, params: Tree = None) -> tuple[Tree, Any]:
+        """AdamW's update, computed in the dtype of the second moment."""
         wide = jax.tree.map(lambda m, v: m.astype(v.dtype), state.mu, state.nu)
         updates, state = adam.update(gradients, state._replace(mu=wide), params)
         return updates, held(state)
@@ -151,6 +160,7 @@ class Lion:
         _check_decays(self.beta1, self.beta2)
 
     def transformation(self, trained: Trained) -> optax.GradientTransformation:
+        """optax's Lion, with decay of matrices alone."""
         decay = trained.train.weight_decay
         return optax.lion(
             trained.rates, b1=self.beta1, b2=self.beta2, weight_decay=decay, mask=trained.decayed
@@ -178,6 +188,7 @@ class Adafactor:
         _check("min_dim_size_to_factor", self.min_dim_size_to_factor, least=1)
 
     def transformation(self, trained: Trained) -> optax.GradientTransformation:
+        """Adafactor of each layer alone, with decay of matrices alone."""
         return optax.chain(
             scale_by_adafactor(
                 self.decay_rate,
@@ -216,6 +227,7 @@ class Muon:
         _check("rms", self.rms, least=0.0)
 
     def transformation(self, trained: Trained) -> optax.GradientTransformation:
+        """Muon for the decoder's and the encoder's matrices, AdamW for all else."""
         matrices = optax.chain(
             scale_by_muon(
                 self.beta,

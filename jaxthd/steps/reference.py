@@ -40,6 +40,7 @@ def copied(blueprint: Blueprint) -> Tree:
     wanted, without_lora = has_reference(config) and not is_cached(config), is_base(config)
 
     def is_copied(path: tuple[Any, ...], is_trained: bool) -> bool:
+        """Whether the reference has a copy of the parameter of its own."""
         return wanted and is_trained and not (without_lora and is_lora(tuple(key.key for key in path)))
 
     return jax.tree_util.tree_map_with_path(is_copied, blueprint.trained)
@@ -56,6 +57,7 @@ def reference_of(blueprint: Blueprint, params: Tree) -> Tree:
         return None
 
     def copy(mine: bool, dtype: Any, x: Array) -> Array | None:
+        """The parameter in the reference's dtype; None where it has no copy."""
         return x.astype(dtype) if mine else None
 
     return jax.tree.map(copy, is_copied, blueprint.used_dtypes, params)

@@ -32,6 +32,7 @@ def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, T
     scores = shared_scoring_step(blueprint, mesh, policy_temperature(config))
 
     def run(params: Tree, reference: Tree, buffers: Tree, batch: Batch) -> Array:
+        """Log-probabilities of the batch's tokens by the reference."""
         own = params if reference is None else join(reference, params)
         return scores(without_lora(own) if by_base else own, buffers, batch).log_probs
 
@@ -54,6 +55,7 @@ def make_with_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[TrainState, 
         programs[OLD] = lambda state, batch: own(state.params, state.buffers, batch).log_probs
 
     def with_scores(state: TrainState, batch: Batch) -> Batch:
+        """The batch with the scores that it lacks."""
         missing = [name for name in programs if name not in batch.extras]
         found = {name: programs[name](state, batch) for name in missing}
         return batch._replace(extras={**batch.extras, **found}) if found else batch

@@ -37,9 +37,11 @@ def make_scoring_step(
         )
 
     def rank(params: Tree, buffers: Tree, batch: Batch) -> TokenScores:
+        """Scores of the tokens of this rank."""
         forward = Forward(blueprint, params, buffers, None, batch_statistics=False)
 
         def leave(leave: Tree, x_nD: Array, bypass: None, batch: Batch) -> tuple[Array, TokenScores]:
+            """Scores in place of a loss, which is 0."""
             model = forward.model(buffers, leave=leave)
             scores = model.leave_top_k(x_nD, batch, top_k, temperature=temperature)
             return jnp.zeros(()), jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)

@@ -95,6 +95,7 @@ def moment_specs(opt_state: Any, params: Tree, specs: Tree) -> Any:
     spec_of = dict(_flat(specs))
 
     def spec(path: tuple[Any, ...], x: Any) -> PartitionSpec:
+        """The partition spec of a leaf of the optimizer's state: its parameter's, where the shapes agree."""
         names = tuple(key.key for key in path if isinstance(key, jax.tree_util.DictKey))
         while names and names not in shapes:  # optax's own names come first
             names = names[1:]

@@ -109,6 +109,7 @@ def loss_and_gradient(
     is_policy = objective_of(config).is_policy
 
     def rank(params: Tree, buffers: Tree, batch: Batch, counts: Counts | None = None) -> Gradient:
+        """Loss, gradient and metrics of this rank."""
         counts = at_least_one(count(batch, config) if counts is None else counts)
         batch_statistics = not keeps_statistics(blueprint.trained) and not is_policy
         forward = Forward(blueprint, params, buffers, counts, batch_statistics=batch_statistics)
@@ -116,6 +117,7 @@ def loss_and_gradient(
         own = _matrices_cast(own, blueprint) if in_compute_dtype else own
 
         def extra_share(routing: Routing | None) -> Array:
+            """The rank's share of the load-balancing loss; 0 without experts."""
             if routing is None or not config.train.aux_loss:
                 return jnp.zeros((), jnp.result_type(*jax.tree.leaves(params)))
             return auxiliary_share(config, routing, counts.real)
@@ -157,6 +159,7 @@ def gradient_specs(blueprint: Blueprint) -> Gradient:
     everywhere: Any = PartitionSpec()
 
     def routing_specs(pattern: str, spec: Any) -> Routing | None:
+        """Specs of the routing of a chunk with experts; None without."""
         return Routing(spec, spec, spec) if "E" in pattern else None
 
     future = None
@@ -199,6 +202,7 @@ def make_train_step(
     update = make_update(blueprint, mesh)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, StepMetrics]:
+        """One update of the state by a batch: (state, metrics)."""
         batch = with_draws(batch, config, state.step)
         return update(state, gradient(state.params, state.buffers, batch))
 
@@ -232,6 +236,7 @@ def make_update(
     on_gpus = mesh.devices.flat[0].platform in ("gpu", "cuda")
 
     def update(state: TrainState, found: Gradient) -> tuple[TrainState, StepMetrics]:
+        """Applies a gradient: (state, metrics). The state stays where the gradient is not finite."""
         loss, gradients, buffers, routing, future, objective, ctc, extremes = found
         by_module = {"decoder": routing, "mtp": future and future.routing}
         own, frozen = split(state.params, is_trained)
@@ -284,12 +289,14 @@ def _updated_if(
     """
 
     def update(gradients: Tree, params: Tree, opt_state: Tree, *norm: Array) -> tuple[Tree, Tree]:
+        """(parameters, optimizer state) after the clipped gradient."""
         gradients = _wide(gradients, params)
         gradients = clipped(gradients, most, *norm) if norm else gradients
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         return optax.apply_updates(params, updates), opt_state
 
     def keep(_: Tree, params: Tree, opt_state: Tree, *__: Array) -> tuple[Tree, Tree]:
+        """Parameters and optimizer state as they are."""
         return params, opt_state
 
     more = () if norm is None else (norm,)
@@ -313,6 +320,7 @@ def _balanced(buffers: Tree, routing: dict[str, Routing | None], rates: dict[str
     """
 
     def change(path: tuple[Any, ...], x: Array) -> Array:
+        """The correction bias moved against its expert's surplus of tokens; other buffers as they are."""
         of_module = routing.get(path[0].key)
         if path[-1].key != "correction_bias" or of_module is None or not rates[path[0].key]:
             return x

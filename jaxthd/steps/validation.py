@@ -35,6 +35,7 @@ def make_validation_step(
     """
 
     def rank(params: Tree, buffers: Tree, batch: Batch, ends: PromptEnds) -> tuple[Scores, Array]:
+        """Scores of the tokens of this rank, and the decoded answers."""
         model = nnx.merge(blueprint.graph, params, buffers)
         answered = answer(model, batch, ends, stop_ids=stop_ids, new_tokens=new_tokens, axes=AXES)
         logp_N, weights_N = answered.log_probs.reshape(-1), batch.weights.reshape(-1)
