@@ -37,11 +37,7 @@ from jax import Array
 from jaxthd.kernels.admission import admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.machine import this_machine
-from jaxthd.kernels.scan_probe import (
-    error_bound,
-    probe_errors,
-    row_of,
-)
+from jaxthd.kernels.scan_probe import error_bound, probe_errors, row_of
 from jaxthd.ops.attention.contract import AttentionShape
 from jaxthd.ops.attention.ring import packed_attention
 from jaxthd.ops.scan.backends import scan

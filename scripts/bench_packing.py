@@ -63,13 +63,7 @@ TEXT_LONGEST, TEXT_DOCUMENTS, MOST_RECORDINGS = 4096, 140, 600
 MODEL = ModelConfig(
     encoder=EncoderConfig(layers=2, dim=64, ffn_dim=256, subsampling_channels=16),
     llm=LLMConfig(
-        pattern="M-M*-",
-        dim=192,
-        ffn_dim=768,
-        q_heads=1,
-        kv_heads=1,
-        mamba_heads=4,
-        mamba_head_dim=96,
+        pattern="M-M*-", dim=192, ffn_dim=768, q_heads=1, kv_heads=1, mamba_heads=4, mamba_head_dim=96
     ),
 )
 """A model small enough for two cores."""

@@ -68,9 +68,7 @@ def sized(config: Config, options: argparse.Namespace) -> Config:
         config.data, capacity=128 * groups, audio_capacity=unit * -(-max(longest, 208 * groups) // unit)
     )
     rollout = RolloutConfig(
-        group_size=options.group_size,
-        answers_at_once=options.at_once,
-        max_new_tokens=options.new_tokens,
+        group_size=options.group_size, answers_at_once=options.at_once, max_new_tokens=options.new_tokens
     )
     return replace(config, data=data, rollout=rollout)
 

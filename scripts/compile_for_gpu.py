@@ -57,14 +57,7 @@ from jaxthd.steps.training import make_train_step
 from jaxthd.validate import DeviceFacts, validate
 from scripts.benchmark import changed, show, size_text
 from scripts.gpu_costs import H100, Launched, StepCosts, by, expected_trips, pallas_work, step_costs
-from scripts.gpu_models import (
-    MODELS,
-    attention_and_scan_flops,
-    base_config,
-    recordings,
-    report_of,
-    rows_of,
-)
+from scripts.gpu_models import MODELS, attention_and_scan_flops, base_config, recordings, report_of, rows_of
 from scripts.gpu_program import GRAPH, Thunk, parse, recorded, thunks
 
 os.environ["CUDA_VISIBLE_DEVICES"] = "-1"

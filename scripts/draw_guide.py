@@ -82,10 +82,16 @@ def strip(axes: Axes, held: Numbers, y: float = 0.0, height: float = 1.0) -> Non
         axes.add_patch(Rectangle((start, y), stop - start, height, facecolor=rgb[start], linewidth=0))
 
 
+def entitle(axes: Axes, title: str) -> None:
+    """Writes a title above the axes, from their left end."""
+    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+
+
 def canvas(axes: Axes, title: str, width: float, low: float, high: float) -> None:
+    """Makes the axes a plain area of these bounds under a title."""
     axes.set(xlim=(0, width), ylim=(low, high))
     axes.set_axis_off()
-    axes.set_title(title, loc="left", fontsize=11, fontweight="bold", color=INK)
+    entitle(axes, title)
 
 
 def write(axes: Axes, x: float, y: float, text: str, **look: Any) -> None:
@@ -129,7 +135,7 @@ def draw_buffer(numbers: Numbers) -> Figure:
             y = numbers["positions"][start:stop]
             positions.plot(np.arange(start, stop), y, color=HUES[(ids[start] - 1) % len(HUES)], linewidth=2)
     positions.set(xlim=(0, CAPACITY), ylim=(0, longest), xlabel="token slot")
-    positions.set_title("Positions restart in each document", loc="left", fontsize=11, fontweight="bold")
+    entitle(positions, "Positions restart in each document")
     positions.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -227,9 +233,7 @@ def draw_states(numbers: Numbers) -> Figure:
     tokens, curve, table = figure.subplots(3, 1, height_ratios=(1, 3.4, 2.2))
     canvas(tokens, "The buffer in document order, and the rank that holds each chunk", CAPACITY, -0.6, 1)
     strip(tokens, numbers)
-    curve.set_title(
-        "The state, token by token: zero before each document", loc="left", fontsize=11, fontweight="bold"
-    )
+    entitle(curve, "The state, token by token: zero before each document")
     curve.set(xlim=(0, CAPACITY), ylim=(0, 1.15 * state.max()), xticks=[])
     curve.spines[["top", "right"]].set_visible(False)
     for start, stop in stretches(ids):
@@ -262,12 +266,13 @@ def draw_states(numbers: Numbers) -> Figure:
 
 
 def draw_pipeline(numbers: Numbers) -> Figure:
+    passes = ("forward", HUES[0]), ("backward", HUES[1])
     titles = {"1": "1F1B: one stage a rank", "2": "Interleaved: two stages a rank (light, dark)"}
     figure = Figure(figsize=(11, 4.6), layout="constrained")
     for (chunks, title), axes in zip(titles.items(), figure.subplots(2, 1), strict=True):
         found = numbers[chunks]
         ticks = len(found["forward"][0][0])
-        for half, (name, hue) in enumerate((("forward", HUES[0]), ("backward", HUES[1]))):
+        for half, (name, hue) in enumerate(passes):
             for rank, (microbatches, stages) in enumerate(zip(*found[name], strict=True)):
                 for tick, (micro, stage) in enumerate(zip(microbatches, stages, strict=True)):
                     if micro >= 0:
@@ -280,16 +285,8 @@ def draw_pipeline(numbers: Numbers) -> Figure:
         axes.set_yticks(np.arange(RANKS) + 0.46, [f"rank {rank}" for rank in range(RANKS)])
         axes.tick_params(axis="y", length=0)
         axes.spines[["top", "right", "left"]].set_visible(False)
-        axes.set_title(
-            f"{title}; ranks idle {found['bubble']:.0%} of the time",
-            loc="left",
-            fontsize=11,
-            fontweight="bold",
-        )
-    handles = [
-        Patch(facecolor=light(HUES[i]), label=f"{name} of a microbatch")
-        for i, name in enumerate(("forward", "backward"))
-    ]
+        entitle(axes, f"{title}; ranks idle {found['bubble']:.0%} of the time")
+    handles = [Patch(facecolor=light(hue), label=f"{name} of a microbatch") for name, hue in passes]
     figure.legend(handles=handles, loc="outside lower center", ncols=2, frameon=False)
     return figure
 

@@ -480,11 +480,7 @@ def place_of(frames: Sequence[Frame]) -> str:
 
 
 def step_costs(
-    program: Program,
-    device: Device,
-    often: Often,
-    recorded: Collection[str],
-    works: Works,
+    program: Program, device: Device, often: Often, recorded: Collection[str], works: Works
 ) -> StepCosts:
     """The costs of a step. recorded: names of instructions that are in recorded graphs. works: what the
     program does not tell of Pallas kernels."""
@@ -503,12 +499,7 @@ class _Place(NamedTuple):
 
 class _Walk:
     def __init__(
-        self,
-        program: Program,
-        device: Device,
-        often: Often,
-        recorded: frozenset[str],
-        works: Works,
+        self, program: Program, device: Device, often: Often, recorded: frozenset[str], works: Works
     ) -> None:
         self.program, self.device, self.often = program, device, often
         self.recorded, self.works = recorded, works

@@ -3,7 +3,7 @@
 Legend: R rows, T tokens of a row, C context ranks, s ring steps, L (lo, hi), n = T / C.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -135,6 +135,15 @@ def layout_numbers() -> Numbers:
     }
 
 
+def on_ranks(function: Callable[..., Any], batch: Batch, *by_rank: Any) -> np.ndarray:
+    """function(ids, positions, *by_rank) on RANKS context ranks, each with its part; results side by side."""
+    row, part = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
+    specs = row, row, *(part for _ in by_rank)
+    mesh = make_mesh(MeshConfig(context=RANKS))
+    mapped = jax.shard_map(function, mesh=mesh, in_specs=specs, out_specs=part, check_vma=False)
+    return np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions, *by_rank))
+
+
 def _ring_steps(ids: Any, positions: Any) -> Any:
     """Key intervals on one rank, as int [1, ring steps, (lo, hi), queries]; runs inside shard_map."""
     segments = make_segments(ids, positions, block=8, axis=CONTEXT)
@@ -143,16 +152,8 @@ def _ring_steps(ids: Any, positions: Any) -> Any:
 
 def ring_numbers() -> Numbers:
     """By ring step, rank and local query: the interval [lo, hi) of keys that it sees at that step."""
-    row, ranks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
     batch, _ = packed()
-    mapped = jax.shard_map(
-        _ring_steps,
-        mesh=make_mesh(MeshConfig(context=RANKS)),
-        in_specs=(row, row),
-        out_specs=ranks,
-        check_vma=False,
-    )
-    keys_CsLn = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions))
+    keys_CsLn = on_ranks(_ring_steps, batch)
     ids = batch.segment_ids[0].reshape(RANKS, -1)
     return {"ids": ids.tolist(), "keys": keys_CsLn.swapaxes(0, 1).tolist()}
 
@@ -185,7 +186,6 @@ def state_numbers() -> Numbers:
     before = np.stack([np.append([0], p) for p in parts["positions"]])
     keeps = scan(probe, before, (np.arange(2 * RANKS) + 1) * (CHUNK + 1) - 1)
 
-    row, chunks = PartitionSpec(None, CONTEXT), PartitionSpec(CONTEXT)
     order = DualChunkSwap(RANKS).permutation(2 * RANKS)
 
     def of_rank(ids: Any, positions: Any, decay: Any, state: Any) -> Any:
@@ -194,15 +194,7 @@ def state_numbers() -> Numbers:
             DecayMap(decay.reshape(2, 1, 1), state.reshape(2, 1, 1, 1, 1)), segments
         ).reshape(2)
 
-    mapped = jax.shard_map(
-        of_rank,
-        mesh=make_mesh(MeshConfig(context=RANKS)),
-        in_specs=(row, row, chunks, chunks),
-        out_specs=chunks,
-        check_vma=False,
-    )
-    pairs = (jnp.asarray(x[order], jnp.float32) for x in (keeps, adds))
-    enters = np.asarray(jax.jit(mapped)(batch.segment_ids, batch.positions, *pairs))
+    enters = on_ranks(of_rank, batch, *(jnp.asarray(x[order], jnp.float32) for x in (keeps, adds)))
     every = scan(inputs[None], buffer.positions[None], np.arange(CAPACITY))
     values = {"state": every, "keeps": keeps, "adds": adds, "enters": enters[inverse_permutation(order)]}
     return {

@@ -116,10 +116,7 @@ def run(
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
     with log.open("a") as file:
-        print(
-            f"\n{END}{ended} after {(time.monotonic() - started) / 60:.2f} minutes",
-            file=file,
-        )
+        print(f"\n{END}{ended} after {(time.monotonic() - started) / 60:.2f} minutes", file=file)
     if ended == "exit status 0":
         shutil.rmtree(work)
 
