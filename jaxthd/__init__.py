@@ -80,10 +80,10 @@ if TYPE_CHECKING:
     from jaxthd.steps.scoring import make_scoring_step as make_scoring_step
     from jaxthd.steps.state import TrainState as TrainState
     from jaxthd.steps.state import abstract_state as abstract_state
-    from jaxthd.steps.state import canonical_form as canonical_form
     from jaxthd.steps.state import canonical_shardings as canonical_shardings
+    from jaxthd.steps.state import checkpoint_layout as checkpoint_layout
+    from jaxthd.steps.state import device_layout as device_layout
     from jaxthd.steps.state import init_state as init_state
-    from jaxthd.steps.state import training_form as training_form
     from jaxthd.steps.training import StepMetrics as StepMetrics
     from jaxthd.steps.training import loss_and_gradient as loss_and_gradient
     from jaxthd.steps.training import make_train_step as make_train_step

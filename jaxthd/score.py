@@ -104,7 +104,7 @@ def score(
 
     Each answer of a document with several (Document.answers) is scored as if it were the only one; of such
     documents only the answers are.
-    weights: in the canonical form, or sources as jaxthd.checkpoints.weights.load_weights takes them.
+    weights: in the checkpoint layout, or sources as jaxthd.checkpoints.weights.load_weights takes them.
     top_k, every_token: see Scorer. The config is taken as validated (jaxthd.validate): rules about its data
     sets and tokenizer do not hold for documents that are already made.
     Raises UserError where two documents have the same key, and where one does not fit the config's buffers.

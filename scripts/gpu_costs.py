@@ -377,7 +377,7 @@ PARTS = (
     ("models/hybrid.py", "", "decoder"),
     ("models/mtp.py", "", "multi-token prediction"),
     ("ops/cross_entropy.py", "", "head"),
-    ("models/speech_lm.py", "SpeechLM.leave", "head"),
+    ("models/speech_lm.py", "SpeechLM.target_log_probs", "head"),
     ("models/speech_lm.py", "", "embedding"),
     ("packing/", "", "segments"),
     ("steps/optimizer", "", "update"),

@@ -22,7 +22,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import TrainState, abstract_state, canonical_form, state_shardings
+from jaxthd.steps.state import TrainState, abstract_state, checkpoint_layout, state_shardings
 from tests.errors import relative_errors
 from tests.weights import random_state
 
@@ -89,7 +89,7 @@ def save_run(config: Config, workdir: Path, step: int = 0) -> None:
     workdir.mkdir(parents=True)
     write_config(workdir, config)
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(step, canonical_form(filled_state(blueprint, mesh), blueprint, mesh), position={})
+        checkpoints.save(step, checkpoint_layout(filled_state(blueprint, mesh), blueprint, mesh), position={})
 
 
 def context_mesh(context: int) -> Mesh:

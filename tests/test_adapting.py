@@ -144,7 +144,7 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
     @jax.jit
     def compute(weights: Weights, batch: Any) -> jax.Array:
         model = nnx.merge(graph, *weights)
-        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.embed(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
         return model.hidden(x_ND) @ model.head[...].T
 

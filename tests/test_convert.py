@@ -28,7 +28,7 @@ from jaxthd.hf.names import ArraySlice
 from jaxthd.hf.registry import FAMILIES, FORMATS
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import canonical_form, init_state
+from jaxthd.steps.state import checkpoint_layout, init_state
 from tests.hf.published import BASE, COMPUTE, REFERENCES, assert_identical, tensors, write_published
 
 
@@ -232,7 +232,7 @@ def test_any_mesh_holds_the_same_weights(omni, mesh):
         state = start_state(Blueprint(replace_init(config, source)), on)
         used = load_model([source], Blueprint(config), on)
         assert_trees_equal(used, Weights(state.params, state.buffers))
-        canonical = canonical_form(state, Blueprint(config), on)
+        canonical = checkpoint_layout(state, Blueprint(config), on)
         found = named_weights(Weights(canonical.params, canonical.buffers))
         assert found.keys() == want.keys()
         for name in want:

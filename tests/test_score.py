@@ -66,7 +66,7 @@ def log_probs_alone() -> dict[str, np.ndarray]:
     @jax.jit
     def run(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
-        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.embed(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
         return jax.nn.log_softmax(model.hidden(x_ND) @ model.head[...].T)
 

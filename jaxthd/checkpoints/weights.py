@@ -94,7 +94,7 @@ def load_weights(
     partly: bool = True,
     setting: str = "the sources",
 ) -> Weights:
-    """The model's arrays in the canonical form (steps/state.py), on their final devices.
+    """The model's arrays in the checkpoint layout (steps/state.py), on their final devices.
 
     partly: arrays that no source holds are initialised from config.train.seed, and reported. False: they are
     a UserError. setting: what the sources were given as, for messages.
@@ -159,9 +159,9 @@ def load_model(sources: Sequence[str | Path], blueprint: Blueprint, mesh: Mesh) 
 
 
 def training_weights(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> Weights:
-    """The weights in their training form (steps/state.py), on the mesh.
+    """The weights in their device layout (steps/state.py), on the mesh.
 
-    weights: in the canonical form, on the mesh or on the host; they are not donated.
+    weights: in the checkpoint layout, on the mesh or on the host; they are not donated.
     """
     on, stages = state_shardings(blueprint, mesh), blueprint.stages
     shardings = Weights(on.params, on.buffers)

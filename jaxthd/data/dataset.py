@@ -248,7 +248,7 @@ class SpeechData:
                 break
             with suppress(ValueError):  # the validation itself reports it
                 prompt = Prompt.of(example, self._validation_documents)
-                found += [prompt] * (not limits.fit(prompt.document).misfit)
+                found += [prompt] * (not limits.fit(prompt.document).reject_reason)
         everywhere = set.intersection(*map(set, exchange([prompt.example.key for prompt in found])))
         return [prompt for prompt in found if prompt.example.key in everywhere]
 

@@ -22,7 +22,7 @@ from jaxthd.config import Config, Packing
 from jaxthd.data.best_fit import BestFitDecreasing
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
-from jaxthd.packing.assignment import Placement, Shares, slot_work
+from jaxthd.packing.assignment import Placement, Shares, pairs_per_slot
 from jaxthd.packing.batch import Batch, without_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.packing.fit import BufferLimits, Fit
@@ -51,7 +51,7 @@ class PackedRow(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class JudgedDocument:
+class SizedDocument:
     """A document, and how it fits the buffers. It is no NamedTuple, which grain's packer would flatten."""
 
     document: Document
@@ -70,17 +70,17 @@ class RowDocuments(NamedTuple):
     placement: Placement | None = None
 
 
-class Waiting(NamedTuple):
+class Pending(NamedTuple):
     """A document that waits, and the number of buffers that were read after its own."""
 
-    judged: JudgedDocument
+    sized: SizedDocument
     age: int
 
 
-Taken = tuple[Sequence[int], RowDocuments | None]
+Row = tuple[Sequence[int], RowDocuments | None]
 """(the numbers of the documents that are taken, at least one; the row of them, or None)."""
 
-Take = Callable[[Sequence[Waiting], bool], Taken | None]
+Take = Callable[[Sequence[Pending], bool], Row | None]
 """Called with the documents that wait, and whether they are the last. It returns None if more must be read
 before it takes any. It decides by its arguments alone."""
 
@@ -133,7 +133,7 @@ class PackDocuments(Sequence[Any]):
     each other one stays on one rank."""
     cuts: int = 8
     """Under "whole": the most documents of a buffer that are divided; 0: none."""
-    slot_work: float = 0.0
+    pairs_per_slot: float = 0.0
     """Under "whole": what a token slot costs a rank besides attention, in query-key pairs. More documents are
     divided only where all of a rank's work would else be uneven."""
     audio_ranks: int = 1
@@ -203,7 +203,7 @@ class PackDocuments(Sequence[Any]):
         if self.layout != "whole" or self.context == 1:
             return None
         most = self.max_documents, self.audio_capacity
-        return Shares(self.context, self.capacity, self.cuts, self.slot_work, *most)
+        return Shares(self.context, self.capacity, self.cuts, self.pairs_per_slot, *most)
 
     def __call__(self, documents: Any) -> grain.IterDataset:
         """The dataset of PackedRow. A MapDataset is read without threads; convert it first for others.
@@ -234,11 +234,11 @@ class PackDocuments(Sequence[Any]):
         whole = replace(self, packing_bins=len(documents))  # none is closed before the window ends
         return list(grain.MapDataset.source(documents).pipe(whole))
 
-    def judge(self, document: Document) -> JudgedDocument:
+    def judge(self, document: Document) -> SizedDocument:
         """The document and how it fits."""
-        return JudgedDocument(document, self.limits.fit(document))
+        return SizedDocument(document, self.limits.fit(document))
 
-    def _judge_element(self, element: Any) -> JudgedDocument | Skipped | None:
+    def _judge_element(self, element: Any) -> SizedDocument | Skipped | None:
         if element is None or isinstance(element, Skipped):
             return element
         if not isinstance(element, Document):
@@ -254,7 +254,7 @@ class PackDocuments(Sequence[Any]):
             documents = documents.to_iter_dataset(grain.ReadOptions(num_threads=0, prefetch_buffer_size=0))
         packable = documents.filter(self._keep)
         if self.packing == "padded":
-            buffers = packable.map(lambda judged: [judged])
+            buffers = packable.map(lambda sized: [sized])
         elif self.packing == "best_fit_decreasing":
             most = (self.capacity, self.audio_capacity // SUBSAMPLING, self.max_documents)
             buffers = BestFitDecreasing(packable, most, self.packing_bins, self.shuffle_seed)
@@ -272,12 +272,12 @@ class PackDocuments(Sequence[Any]):
             buffers = packers[self.packing](
                 packable.map(partial(_markers, lengths)),
                 length_struct=lengths,
-                meta_features=("judged",),
+                meta_features=("sized",),
                 num_packing_bins=self.packing_bins,
                 max_sequences_per_bin=self.max_documents,
                 shuffle_bins=self.shuffle_seed is not None,
                 seed=self.shuffle_seed or 0,
-            ).map(lambda buffer: buffer["judged"])
+            ).map(lambda buffer: buffer["sized"])
         return Runs(buffers, self._take, reads_ahead=self._chooses)
 
     def row(self, documents: Sequence[Document], placement: Placement | None = None) -> PackedRow:
@@ -305,34 +305,34 @@ class PackDocuments(Sequence[Any]):
         )
         return PackedRow(without_rows(batch), report)
 
-    def _keep(self, judged: JudgedDocument | Skipped | None) -> bool:
-        if judged is None:
+    def _keep(self, sized: SizedDocument | Skipped | None) -> bool:
+        if sized is None:
             return False
-        if isinstance(judged, Skipped):
-            self.on_skip(judged.key, judged.reason)
+        if isinstance(sized, Skipped):
+            self.on_skip(sized.key, sized.reason)
             return False
-        if judged.fit.too_large:
-            self.on_skip(judged.document.key, judged.fit.too_large)
-        return not judged.fit.too_large
+        if sized.fit.too_large:
+            self.on_skip(sized.document.key, sized.fit.too_large)
+        return not sized.fit.too_large
 
     @property
     def _chooses(self) -> bool:
         """Whether rows are chosen among the documents of several buffers."""
         return self._shares is not None and self.packing != "padded"
 
-    def _take(self, waiting: Sequence[Waiting], is_last: bool) -> Taken | None:
+    def _take(self, waiting: Sequence[Pending], is_last: bool) -> Row | None:
         """Takes a row: all that wait, or documents that fill the context ranks, for which more may be needed.
 
         Documents that cannot be assigned to the ranks go before: they are taken without a row, and skipped.
         """
-        documents = [x.judged for x in waiting]
-        if misfits := [i for i, judged in enumerate(documents) if judged.fit.unassignable]:
-            for i in misfits:
+        documents = [x.sized for x in waiting]
+        if rejected := [i for i, sized in enumerate(documents) if sized.fit.unassignable]:
+            for i in rejected:
                 self.on_skip(documents[i].document.key, documents[i].fit.unassignable)
-            return misfits, None
+            return rejected, None
         if not self._chooses:
-            return range(len(documents)), RowDocuments([judged.document for judged in documents])
-        fits, ages = [judged.fit for judged in documents], [x.age for x in waiting]
+            return range(len(documents)), RowDocuments([sized.document for sized in documents])
+        fits, ages = [sized.fit for sized in documents], [x.age for x in waiting]
         placed = next_row(self.limits, fits, ages, is_last=is_last)
         if placed is None:
             return None
@@ -361,7 +361,7 @@ def pack_documents(
         context=config.mesh.context,
         layout=config.compute.layout,
         cuts=config.compute.context_cuts,
-        slot_work=slot_work(config),
+        pairs_per_slot=pairs_per_slot(config),
         audio_ranks=config.mesh.audio_ranks,
         longest_chunk=encoder.chunk_frames if encoder else 0,
         shuffle_seed=shuffle_seed,
@@ -384,10 +384,10 @@ class _Rows(grain.experimental.FlatMapTransform):
         return element
 
 
-def _markers(names: Collection[str], judged: JudgedDocument) -> dict[str, Any]:
+def _markers(names: Collection[str], sized: SizedDocument) -> dict[str, Any]:
     """Stand-ins for grain's packer: arrays as long as what the document takes of each of `names`."""
-    takes = dict(zip(("tokens", "frames", "segments"), judged.size, strict=True))
-    return {"judged": judged, **{name: np.zeros(takes[name], np.int8) for name in names}}
+    takes = dict(zip(("tokens", "frames", "segments"), sized.size, strict=True))
+    return {"sized": sized, **{name: np.zeros(takes[name], np.int8) for name in names}}
 
 
 class Runs(grain.IterDataset):
@@ -420,7 +420,7 @@ class _RunsIterator(grain.DatasetIterator):
 
     def _start(self, before: dict[str, Any], taken: int | Sequence[Sequence[int]], to_read: int) -> None:
         self._before, self._to_read = [before], to_read  # one more state than buffers
-        self._read: list[list[JudgedDocument | None]] = []  # None in place of those that were taken
+        self._read: list[list[SizedDocument | None]] = []  # None in place of those that were taken
         self._is_count = isinstance(taken, int)  # of documents of the first buffer, which holds more
         ranges = [(0, taken)] if isinstance(taken, int) else taken
         self._taken = set(chain(*(range(start, end) for start, end in ranges)))
@@ -436,12 +436,12 @@ class _RunsIterator(grain.DatasetIterator):
             if row:
                 return row
 
-    def _next_taken(self) -> Taken:
+    def _next_taken(self) -> Row:
         """The documents that `take` takes, with their numbers here; reads as many buffers as it needs."""
         while True:
             ages = range(len(self._read) - 1, -1, -1)
             documents = [(x, age) for buffer, age in zip(self._read, ages, strict=True) for x in buffer]
-            waiting = [Waiting(x, age) for x, age in documents if x is not None]
+            waiting = [Pending(x, age) for x, age in documents if x is not None]
             numbers = [i for i, (x, _) in enumerate(documents) if x is not None]
             found = self._take(waiting, False) if waiting and self._to_read == 0 else None
             if found is None and not self._read_buffer():

@@ -151,15 +151,15 @@ class PromptStream:
             prompt = Prompt.of(example, self._documents)
         except ValueError as error:
             return None, str(error) or type(error).__name__
-        misfit = self._misfit(prompt.document)
-        return (None, misfit) if misfit else (prompt, "")
+        reject_reason = self._reject_reason(prompt.document)
+        return (None, reject_reason) if reject_reason else (prompt, "")
 
-    def _misfit(self, prompt: Document) -> str:
+    def _reject_reason(self, prompt: Document) -> str:
         """Why the prompt, or a group of the longest answers to it, would not fit; "" if they do."""
-        if misfit := self._limits.fit(prompt).misfit:
-            return misfit
-        if misfit := self._page_limits.fit(prompt).misfit:
-            return f"to draw answers on rollout.mesh, {misfit}"
+        if reject_reason := self._limits.fit(prompt).reject_reason:
+            return reject_reason
+        if reject_reason := self._page_limits.fit(prompt).reject_reason:
+            return f"to draw answers on rollout.mesh, {reject_reason}"
         count, most = self._config.rollout.group_size, self._config.rollout.max_new_tokens
-        misfit = self._limits.fit(prompt.with_answers([[0] * most] * count)).misfit
-        return misfit and f"with {count} answers of up to {most} tokens, {misfit}"
+        reject_reason = self._limits.fit(prompt.with_answers([[0] * most] * count)).reject_reason
+        return reject_reason and f"with {count} answers of up to {most} tokens, {reject_reason}"

@@ -17,7 +17,7 @@ import grain
 
 from jaxthd.data.filters import by_setting
 from jaxthd.data.mismatched import WithMismatched
-from jaxthd.data.packer import JudgedDocument, PackDocuments
+from jaxthd.data.packer import PackDocuments, SizedDocument
 from jaxthd.data.skipped import FILTERED, Skipped
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
@@ -212,19 +212,19 @@ class _Sift:
         self._without_fit: Counter[int] = Counter()
         self._filtered: list[str] = []
 
-    def __call__(self, loaded: Loaded) -> JudgedDocument | None:
-        document, judged = loaded.document, None
+    def __call__(self, loaded: Loaded) -> SizedDocument | None:
+        document, sized = loaded.document, None
         self._on_read(document.key)
         self._latest[loaded.source] = max(self._latest[loaded.source], loaded.epoch)
         if isinstance(document, Skipped):
             self._pack.on_skip(document.key, document.reason)
             self._filtered += [document.reason] * document.reason.startswith(FILTERED)
         else:
-            judged = self._pack.judge(document)
-            if not judged.fit.misfit:
+            sized = self._pack.judge(document)
+            if not sized.fit.reject_reason:
                 self._without_fit.clear()
                 self._filtered.clear()
-                return judged
+                return sized
         self._without_fit[loaded.source] += 1
         if self._items and all(self._without_fit[s] > 2 * items for s, items in enumerate(self._items)):
             settings = f"data.filter drops {by_setting(self._filtered)}; " * bool(self._filtered)
@@ -234,7 +234,7 @@ class _Sift:
                 "capacities that the reasons name, or correct the data (skipped.jsonl in a run's workdir "
                 "lists them)"
             )
-        return judged
+        return sized
 
 
 class _LoadedByWorkers(grain.IterDataset):

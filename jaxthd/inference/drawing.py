@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.config import Config
 from jaxthd.data.packer import pack_documents
-from jaxthd.inference.places import Admitted, admitted_specs, make_drawing_steps
+from jaxthd.inference.places import NewSequences, make_drawing_steps, new_sequence_specs
 from jaxthd.inference.scheduler import Page, Running, Scheduler
 from jaxthd.ops.sampling import Drawn, Sampling
 from jaxthd.packing.batch import Batch, concatenate_rows
@@ -108,7 +108,7 @@ class Drawing:
     ) -> Iterator[Progress]:
         """Yields each answer's progress after up to `every` more tokens; the last time it is over.
 
-        weights: (params, buffers) in their training form. prompts: that fit, without answers. keys: 64 random
+        weights: (params, buffers) in their device layout. prompts: that fit, without answers. keys: 64 random
         bits for each answer to each prompt, all of which have as many. most: tokens of an answer, new_tokens
         or fewer. All processes call it with the same arguments, and get the same.
         """
@@ -143,7 +143,7 @@ class Drawing:
 
     def _inputs(
         self, pages: Sequence[Page], prompts: Sequence[Document], keys: Sequence[Sequence[np.ndarray]]
-    ) -> tuple[Batch, Admitted]:
+    ) -> tuple[Batch, NewSequences]:
         """The packed prompts and their places, on the mesh."""
         mine = local_rows(self._mesh, len(pages))
         batches, documents = [], []
@@ -162,7 +162,7 @@ class Drawing:
                 taken[row, place] = documents[row][answer.prompt]
                 bits[row, place] = keys[answer.prompt][answer.sample]
         page = np.array([pages[rank].page for rank in mine], np.int32)
-        admitted = put_rows(Admitted(ends, page, taken, bits), admitted_specs(), self._mesh)
+        admitted = put_rows(NewSequences(ends, page, taken, bits), new_sequence_specs(), self._mesh)
         return put_batch(batch, self._mesh), admitted
 
 

@@ -71,7 +71,7 @@ class Evaluator:
         self._tokenizer = load_tokenizer(config.data.tokenizer)
 
     def __call__(self, state: TrainState | Weights, batches: Iterable[BatchAndReport]) -> Evaluation:
-        """Evaluates over all supervised tokens of a loader's batches. state: in its training form.
+        """Evaluates over all supervised tokens of a loader's batches. state: in its device layout.
 
         All processes call it, with equally many batches (jaxthd.data.loader.Loader), and get the
         same result.

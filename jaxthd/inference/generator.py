@@ -70,7 +70,7 @@ def for_generation(config: Config, batch: int) -> Config:
 class Generator:
     """Answers with one model, on any mesh.
 
-    params, buffers: in their training form (steps/state.py). batch: most conversations answered together;
+    params, buffers: in their device layout (steps/state.py). batch: most conversations answered together;
     decoding fewer costs the same. max_new_tokens: most tokens of an answer.
     stop_ids: the tokens that end an answer; None for those of the prompt template and the tokenizer.
     The prompts of a data rank must fit config.data.capacity token slots and audio_capacity mel frames.
@@ -171,11 +171,11 @@ class Generator:
             document = self._documents.prompt(example)
         except ValueError as error:
             raise UserError(f"conversation {example.key!r}: {error}") from error
-        misfit = self._drawing.limits.fit(document).misfit
-        if misfit:
+        reject_reason = self._drawing.limits.fit(document).reject_reason
+        if reject_reason:
             raise UserError(
-                f"conversation {example.key!r} does not fit: {misfit}; shorten it, or raise data.capacity or "
-                "data.audio_capacity"
+                f"conversation {example.key!r} does not fit: {reject_reason}; shorten it, or raise "
+                "data.capacity or data.audio_capacity"
             )
         return document
 

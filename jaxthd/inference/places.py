@@ -33,7 +33,7 @@ from jaxthd.parallel.mesh import AXES, CONTEXT, DATA, TOKEN_AXES, batch_specs, o
 from jaxthd.steps.blueprint import Blueprint, Tree
 
 
-class Admitted(NamedTuple):
+class NewSequences(NamedTuple):
     """Prompts that take places. The first dim is one of data ranks: 1 on a rank.
 
     ends: the prompts' ends in the page's rows. page: the page that they take; the number of pages for none.
@@ -78,15 +78,15 @@ class DrawingSteps(NamedTuple):
         tokens in each; it stops early if all answers have ended.
     """
 
-    empty: Callable[[Tree, Tree, Batch, Admitted, Sampling], Tree]
-    prefill: Callable[[Tree, Tree, Tree, Batch, Admitted, Sampling], Tree]
+    empty: Callable[[Tree, Tree, Batch, NewSequences, Sampling], Tree]
+    prefill: Callable[[Tree, Tree, Tree, Batch, NewSequences, Sampling], Tree]
     decode: Callable[[Tree, Tree, Tree, Sampling, Any], tuple[Tree, InPlaces]]
 
 
-def admitted_specs() -> Admitted:
+def new_sequence_specs() -> NewSequences:
     """PartitionSpecs: each data rank has its own page and prompts, each context rank its own places."""
     rows, places = PartitionSpec(DATA), PartitionSpec(DATA, CONTEXT)
-    return Admitted(PromptEnds(rows, rows), rows, places, places)
+    return NewSequences(PromptEnds(rows, rows), rows, places, places)
 
 
 def make_drawing_steps(
@@ -98,14 +98,14 @@ def make_drawing_steps(
     """
     graph, specs, config = blueprint.graph, blueprint.specs, blueprint.config
 
-    def begun(model: SpeechLM, batch: Batch, admitted: Admitted, sampling: Sampling) -> Places:
+    def begun(model: SpeechLM, batch: Batch, admitted: NewSequences, sampling: Sampling) -> Places:
         """The new prompts' places, with one page."""
         keys_n2, sizes = admitted.keys[0], {"new_tokens": new_tokens, "fill": stop_ids[0]}
         pick = picks(model, keys_n2, sampling)
         _, decoding = begin(model, batch, admitted.ends, pick, **sizes, axes=AXES, places=admitted.prompts[0])
         return Places(decoding.keys.lo, decoding.keys.hi, keys_n2, decoding)
 
-    def empty(params: Tree, buffers: Tree, batch: Batch, admitted: Admitted, sampling: Sampling) -> Tree:
+    def empty(params: Tree, buffers: Tree, batch: Batch, admitted: NewSequences, sampling: Sampling) -> Tree:
         model = nnx.merge(graph, params, buffers)
 
         def first(keys_n2: Array) -> Places:
@@ -114,7 +114,7 @@ def make_drawing_steps(
         return _held(_without_answers(jax.eval_shape(first, admitted.keys), pages))
 
     def prefill(
-        params: Tree, buffers: Tree, places: Tree, batch: Batch, admitted: Admitted, sampling: Sampling
+        params: Tree, buffers: Tree, places: Tree, batch: Batch, admitted: NewSequences, sampling: Sampling
     ) -> Tree:
         new = begun(nnx.merge(graph, params, buffers), batch, admitted, sampling)
         slots = batch.tokens.size * jax.lax.axis_size(CONTEXT)
@@ -128,7 +128,7 @@ def make_drawing_steps(
 
     everywhere, held, by_place = PartitionSpec(), PartitionSpec(AXES), PartitionSpec(TOKEN_AXES)
     on_mesh = NamedSharding(mesh, held)
-    admission = batch_specs(), admitted_specs(), everywhere
+    admission = batch_specs(), new_sequence_specs(), everywhere
 
     def compiled(rank: Callable[..., Any], in_specs: Any, out_specs: Any, **options: Any) -> Any:
         return jit_for(config, mesh, on_ranks(rank, mesh, (*specs, *in_specs), out_specs), **options)
@@ -165,7 +165,7 @@ def _without_answers(begun: Places, pages: int) -> Places:
     return like._replace(decoding=decoding)
 
 
-def _admitted(places: Places, new: Places, admitted: Admitted, slots: int) -> Places:
+def _admitted(places: Places, new: Places, admitted: NewSequences, slots: int) -> Places:
     """The places, once new prompts have theirs, and a page. slots: of a page, on all context ranks."""
     page, is_new_n, old = admitted.page[0], admitted.prompts[0] >= 0, places.decoding
 

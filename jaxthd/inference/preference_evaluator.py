@@ -42,7 +42,7 @@ class PreferenceEvaluator:
     def __call__(self, state: TrainState, batches: Iterable[BatchAndReport]) -> dict[str, float]:
         """PREFERENCE_METRICS over all batches, whose means are over the whole set; {} without a batch.
 
-        state: in its training form. All processes call it, and get the same.
+        state: in its device layout. All processes call it, and get the same.
         """
         found, documents = [], 0
         for batch, report in batches:

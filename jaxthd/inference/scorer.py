@@ -65,7 +65,7 @@ class Scorer:
         self._step = jit_for(config, mesh, run, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
     def __call__(self, weights: Weights, batches: Loader) -> Iterator[DocumentScores]:
-        """Yields the scores of all documents, in packed order. weights: in their training form.
+        """Yields the scores of all documents, in packed order. weights: in their device layout.
 
         All processes call it, and get the same.
         """

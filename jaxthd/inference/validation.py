@@ -50,7 +50,7 @@ class Validation:
         )
 
     def __call__(self, state: TrainState) -> dict[str, float]:
-        """Returns the metrics in the form of a metrics line. state: in its training form."""
+        """Returns the metrics in the form of a metrics line. state: in its device layout."""
         state = averaged(state) if self._config.train.validate_ema else state
         sets, scores, lines = self._config.data.validation_sets, [], []
         for each in sets:

@@ -170,7 +170,7 @@ def merge_lora(params: Tree, config: Config) -> tuple[Tree, Config]:
     """A model without LoRA that computes the same: w becomes w + alpha / rank * a @ b, with DoRA's
     magnitudes. And its config.
 
-    params: arrays of any sharding, in the training form too. The sum is computed in their own dtype (float32
+    params: arrays of any sharding, in the device layout too. The sum is computed in their own dtype (float32
     or float64), at full precision. Arrays without LoRA are returned as they are.
     """
     adapt = config.adapt

@@ -113,7 +113,7 @@ def begin(
     axes: as in SpeechLM.log_probs. places: see Prompts.
     """
     stages = model.decoder.stages
-    x_nD, _ = model.enter(batch, axes=axes, train=False)
+    x_nD, _ = model.embed(batch, axes=axes, train=False)
     segments = model.segments(batch, axes)
     prompts = make_prompts(ends, segments, new_tokens, places)
 

@@ -85,7 +85,7 @@ class SpeechLM(nnx.Module):
     """The speech LLM as one module tree. With nnx.Rngs for init it is made for one device, without a mesh.
 
     The forward pass of training comes in three parts, which a pipeline runs on the ranks and at the times of
-    its schedule: `enter`, the decoder's stages, `leave`.
+    its schedule: `embed`, the decoder's stages, `target_log_probs`.
 
     config.encoder None: a text-only model; encoder and adapter are None, and batches have no audio.
     stages: of the pipeline; None for one stage. decoder_fsdp: axes over which the decoder's matrices are
@@ -142,9 +142,9 @@ class SpeechLM(nnx.Module):
         axes: the mesh axes' names, inside shard_map over all of them; () on one device without a mesh.
         train: BatchNorm uses statistics of the batch (over all valid frames of all ranks), else stored ones.
         """
-        x_nD, buffers = self.enter(batch, axes=axes, train=train)
+        x_nD, buffers = self.embed(batch, axes=axes, train=train)
         x_nD, _ = self.decoder(x_nD, self.segments(batch, axes))
-        return self.leave(x_nD, batch).reshape(batch.tokens.shape), buffers
+        return self.target_log_probs(x_nD, batch).reshape(batch.tokens.shape), buffers
 
     def segments(self, batch: Batch, axes: tuple[str, ...], *, in_stages: bool = True) -> Segments:
         """The batch's documents for the decoder's blocks. in_stages: False for what all ranks of a pipeline
@@ -165,7 +165,7 @@ class SpeechLM(nnx.Module):
             window=self.window,
         )
 
-    def enter(
+    def embed(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[Float[Array, "n D"], dict[str, Any]]:
         """The decoder's input: embeddings of text tokens, and encoded audio in the audio slots. And the
@@ -176,10 +176,10 @@ class SpeechLM(nnx.Module):
         (x_nD,), buffers = self._embedded(batch, 0, axes=axes, train=train)
         return x_nD, buffers
 
-    def enter_with_future(
+    def embed_with_future(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool
     ) -> tuple[list[Float[Array, "n D"]], dict[str, Any]]:
-        """As enter, with a list of embeddings: those of the tokens, then those of each depth's future tokens.
+        """As embed, with a list of embeddings: those of the tokens, then those of each depth's future tokens.
 
         Where a document has no token that far on, the embedding is that of token 0, and is not used.
         """
@@ -235,7 +235,7 @@ class SpeechLM(nnx.Module):
         """matrix: the gathered embedding or head."""
         return vocabulary_rows(matrix_VD, tokens_N, self.vocabulary_axes, self.compute.dtype)
 
-    def leave(
+    def target_log_probs(
         self,
         x_nD: Float[Array, "n D"],
         batch: Batch,
@@ -254,7 +254,7 @@ class SpeechLM(nnx.Module):
         """This rank's shard of the head's vocabulary, in the parameters' dtype."""
         return gathered(self.embedding if self.head is None else self.head)
 
-    def leave_with_future(
+    def log_probs_with_future(
         self,
         x_nD: Float[Array, "n D"],
         future: list[Float[Array, "n D"]],
@@ -262,7 +262,7 @@ class SpeechLM(nnx.Module):
         axes: tuple[str, ...],
         head_VD: Float[Array, "V D"] | None = None,
     ) -> tuple[Float[Array, " N"], FutureScores]:
-        """As leave, with multi-token prediction. future: embeddings of future tokens, from enter_with_future.
+        """As target_log_probs, with multi-token prediction. future: embeddings from embed_with_future.
 
         All ranks of a pipeline run it alike. axes: see log_probs.
         """
@@ -288,7 +288,7 @@ class SpeechLM(nnx.Module):
             routing.append(of_depth)
         return own_N, FutureScores(jnp.stack(log_probs), routing)
 
-    def leave_ctc(
+    def ctc_log_probs(
         self,
         embedded_nD: Float[Array, "n D"],
         batch: Batch,
@@ -298,8 +298,8 @@ class SpeechLM(nnx.Module):
     ) -> Float[Array, " documents"]:
         """log p(labels) of the documents of this batch: see models.ctc.document_log_probs.
 
-        All ranks of a pipeline run it alike. embedded: from enter. found, axis: see models.ctc.transcripts.
-        head: see leave.
+        All ranks of a pipeline run it alike. embedded: from embed. found, axis: see models.ctc.transcripts.
+        head: see target_log_probs.
         """
         h_ND = self.residual.whole(self.decoder.norm(embedded_nD))
         blanks_RT, is_frame_RT = jnp.full_like(batch.targets, found.blank), covered_frames(batch, found)
@@ -307,7 +307,7 @@ class SpeechLM(nnx.Module):
         rows_LD = self._rows_of(head_VD, jnp.append(found.label_ids.reshape(-1), found.blank))
         return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
 
-    def leave_top_k(
+    def top_k_scores(
         self,
         x_nD: Float[Array, "n D"],
         batch: Batch,
@@ -315,12 +315,12 @@ class SpeechLM(nnx.Module):
         *,
         temperature: float = 1.0,
     ) -> TokenScores:
-        """As leave, with each position's top_k likeliest tokens. Not differentiable."""
+        """As target_log_probs, with each position's top_k likeliest tokens. Not differentiable."""
         scored = self._scored(self._left(x_nD), batch, temperature=temperature)
         return supervised_top_k(*scored, top_k)
 
     def scores(self, h_ND: Float[Array, "N D"], batch: Batch) -> tuple[Float[Array, " N"], Bool[Array, " N"]]:
-        """As leave, from the head's input (`hidden`), and whether no token is likelier than the target."""
+        """As target_log_probs, from the head's input (`hidden`), and whether no token is likelier than it."""
         return supervised_scores(*self._scored(h_ND, batch))
 
     def hidden(self, x_nD: Float[Array, "n D"]) -> Float[Array, "N D"]:

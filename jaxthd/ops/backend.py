@@ -58,7 +58,7 @@ def version_numbers(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in found[0].split(".")) if found else ()
 
 
-def settled(name: str, otherwise: str = "xla") -> str:
+def resolve_backend(name: str, otherwise: str = "xla") -> str:
     """The back-end that a config names; `otherwise` for "auto" where no run has settled that
     (jaxthd.kernels.choose.with_admitted)."""
     return otherwise if name == "auto" else name

@@ -38,7 +38,7 @@ EXCHANGES = 100
 """Most exchanges of documents between ranks."""
 
 
-def slot_work(config: Config) -> float:
+def pairs_per_slot(config: Config) -> float:
     """Cost of a slot besides attention, in query-key pairs, roughly.
 
     A layer's matrices have about 6 dim^2 numbers, and a pair costs about 2 dim in each attention layer.
@@ -89,14 +89,14 @@ class Size(NamedTuple):
 class Shares:
     """The context ranks' shares of a buffer. capacity: token slots of all ranks, a multiple of 2 * ranks.
 
-    most_cut: documents that may be cut. slot_work: what a slot costs besides attention, in query-key pairs.
-    segments, frames: the most of a row.
+    most_cut: documents that may be cut. pairs_per_slot: what a slot costs besides attention, in query-key
+    pairs. segments, frames: the most of a row.
     """
 
     ranks: int
     capacity: int
     most_cut: int
-    slot_work: int | float = 0
+    pairs_per_slot: int | float = 0
     segments: int | float = math.inf
     frames: int | float = math.inf
 
@@ -108,7 +108,7 @@ class Shares:
             return None
         frames = data.audio_capacity if config.model.encoder else 0
         most_cut = config.compute.context_cuts
-        return cls(ranks, data.capacity, most_cut, slot_work(config), data.max_documents, frames)
+        return cls(ranks, data.capacity, most_cut, pairs_per_slot(config), data.max_documents, frames)
 
     @property
     def share(self) -> int:
@@ -175,7 +175,7 @@ class Shares:
 
     def imbalance(self, placement: Placement, sizes: Sequence[Size]) -> float:
         """Work of the busiest rank over the mean, that of the slots included."""
-        work = self.slot_work * self.share + self.rank_work(placement, sizes)
+        work = self.pairs_per_slot * self.share + self.rank_work(placement, sizes)
         return float(work.max() / work.mean()) if work.any() else 1.0
 
     def rank_work(self, placement: Placement, sizes: Sequence[Size]) -> Int[np.ndarray, " ranks"]:

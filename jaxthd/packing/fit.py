@@ -27,7 +27,7 @@ class Fit(NamedTuple):
     work: int = 0
 
     @property
-    def misfit(self) -> str:
+    def reject_reason(self) -> str:
         """Why the document can never be packed; "" if it can."""
         return self.too_large or self.unassignable
 
@@ -130,7 +130,7 @@ class BufferLimits:
                 f"{self._longest} (encoder.chunk_seconds)"
             )
         fit = Fit(slots, segments, frames, too_large, "", self.work(document))
-        if fit.misfit or self.shares is None or self.shares.fits(fit.size):
+        if fit.reject_reason or self.shares is None or self.shares.fits(fit.size):
             return fit
         several = f" of {segments} segments" if segments > 1 else ""
         why, change = "documents of several segments are not cut over ranks", "raise capacity"

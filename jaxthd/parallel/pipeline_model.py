@@ -1,12 +1,12 @@
 """The form in which a pipeline runs a model: three differentiable functions.
 
-    enter(params, state, batch) -> (x, bypass, state)       the embeddings; all ranks compute them together
+    embed(params, state, batch) -> (x, skip, state)         the embeddings; all ranks compute them together
     stage(pattern, params, chunk, x, batch) -> (x, extra)   one stage's layers, on the rank that holds them
-    leave(params, x, bypass, batch) -> (share, out)         the objective; all ranks compute it together
+    head(params, x, skip, batch) -> (local_loss, out)       the objective; all ranks compute it together
 
 A stage is made of two functions: `prepare` takes what it needs from parameters and batch, and `run` computes.
 
-bypass: a tree, maybe empty, that goes from a microbatch's enter directly to its leave, past the stages.
+skip: a tree, maybe empty, that goes from a microbatch's embed directly to its head, past the stages.
 """
 
 from collections.abc import Callable
@@ -33,13 +33,13 @@ class PipelinedModel(NamedTuple):
 
     prepare: (pattern, params, chunk, batch) -> PreparedStage. run: (pattern, prepared, x) -> (x, extra).
     stages: how the layers are divided into stages.
-    constants: arrays that `enter` uses beside its arguments, the same in every tick.
+    constants: arrays that `embed` uses beside its arguments, the same in every tick.
     """
 
-    enter: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]
+    embed: Callable[[Tree, Tree, Tree], tuple[Array, Tree, Tree]]
     prepare: Callable[[str, Tree, Array | int, Tree], PreparedStage]
     run: Callable[[str, PreparedStage, Array], tuple[Array, Tree]]
-    leave: Callable[[Tree, Array, Tree, Tree], tuple[Array, Tree]]
+    head: Callable[[Tree, Array, Tree, Tree], tuple[Array, Tree]]
     stages: Stages
     constants: Tree
 
@@ -53,6 +53,6 @@ class PipelinedModel(NamedTuple):
 class PipelinedParams(NamedTuple):
     """The parameters of the three functions, or their gradients."""
 
-    enter: Tree
+    embed: Tree
     stage: Tree
-    leave: Tree
+    head: Tree

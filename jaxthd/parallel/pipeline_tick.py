@@ -1,10 +1,10 @@
 """One tick of a rank in a pipeline schedule (parallel/schedule.py).
 
-A tick has five parts, in this order, each of which runs only where the schedule asks for it: enter; a stage's
-forward pass; leave and its gradient; a stage's backward pass; the gradient of enter. What backward passes
+A tick has five parts, in this order, each of which runs only where the schedule asks for it: embed; a stage's
+forward pass; head and its gradient; a stage's backward pass; the gradient of embed. What backward passes
 need of forward passes is kept in slots (parallel/stage_passes.py says what that is).
 
-All ranks compute enter and leave together, so all take the same branch there. An idle rank skips its stage.
+All ranks compute embed and head together, so all take the same branch there. An idle rank skips its stage.
 """
 
 from collections.abc import Callable
@@ -18,29 +18,29 @@ from jax import Array
 from jaxthd.parallel.mesh import PIPELINE
 from jaxthd.parallel.pipeline_model import PipelinedModel, PipelinedParams, Tree
 from jaxthd.parallel.schedule import Schedule, Tick, Work
-from jaxthd.parallel.stage_passes import EnterPasses, StagePasses
+from jaxthd.parallel.stage_passes import EmbedPasses, StagePasses
 
 
 class Carry(NamedTuple):
     """State of a rank between two ticks.
 
     kept: of its stages' forward passes for their backward passes, leaves [slots, ...].
-    entered: of `enter` for its gradient, leaves [in flight, ...].
-    bypass: one slot for each microbatch in flight, leaves [in flight, ...]. Until the microbatch leaves, its
-        slot holds the bypass; after that, the bypass's gradient. The two are never needed at the same time.
+    embed_kept: of `embed` for its gradient, leaves [in flight, ...].
+    skip: one slot for each microbatch in flight, leaves [in flight, ...]. Until the microbatch's head, its
+        slot holds the skip state; after that, its gradient. The two are never needed at the same time.
     arrived: the activations that the previous rank has sent.
     returned: the gradient that the next rank has sent.
     The other fields are those of Accumulated, as accumulated so far.
     """
 
     kept: Tree
-    entered: Tree
-    bypass: Tree
+    embed_kept: Tree
+    skip: Tree
     arrived: Array
     returned: Array
     gradients: PipelinedParams
     state: Tree
-    share: Array
+    local_loss: Array
     extra: Tree
     out: Tree
 
@@ -89,7 +89,7 @@ class RankTick:
     """The parts of a tick on one rank. Each runs only where the schedule asks for it.
 
     x_like: the shape and dtype of a stage's input.
-    bypass_like, extra_like: shapes and dtypes of the bypass, and of a stage's second result.
+    skip_like, extra_like: shapes and dtypes of the skip state, and of a stage's second result.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class RankTick:
         self._state, self._extra_share = state, extra_share
         self.rank: Array | int = jax.lax.axis_index(PIPELINE) if schedule.ranks > 1 else 0
         first = self.batch(0)
-        self.x_like, self.bypass_like, _ = jax.eval_shape(partial(model.enter, params.enter), state, first)
+        self.x_like, self.skip_like, _ = jax.eval_shape(partial(model.embed, params.embed), state, first)
         stage = partial(model.stage, model.stages.patterns[0], params.stage, 0)
         self.extra_like: Tree = jax.eval_shape(stage, self.x_like, first)[1]
 
@@ -114,8 +114,8 @@ class RankTick:
         return StagePasses(self._model, self._params.stage, self.x_like, self.batch(0), self._extra_share)
 
     @cached_property
-    def _entering(self) -> EnterPasses:
-        return EnterPasses(self._model, self._params.enter, self._state, self.batch(0))
+    def _embedding(self) -> EmbedPasses:
+        return EmbedPasses(self._model, self._params.embed, self._state, self.batch(0))
 
     def batch(self, micro: Array | int) -> Tree:
         """The arrays of a microbatch; of the first one for -1."""
@@ -141,46 +141,46 @@ class RankTick:
     def start(self) -> Carry:
         """The carry before the first tick."""
         schedule = self._schedule
-        share, out = jax.eval_shape(
-            partial(self._model.leave, self._params.leave), self.x_like, self.bypass_like, self.batch(0)
+        local_loss, out = jax.eval_shape(
+            partial(self._model.head, self._params.head), self.x_like, self.skip_like, self.batch(0)
         )
         return Carry(
             kept=slots_of(schedule.slots, self._passes.like),
-            entered=slots_of(schedule.in_flight, self._entering.like),
-            bypass=slots_of(schedule.in_flight, self.bypass_like),
+            embed_kept=slots_of(schedule.in_flight, self._embedding.like),
+            skip=slots_of(schedule.in_flight, self.skip_like),
             arrived=zeros(self.x_like),
             returned=zeros(self.x_like),
             gradients=jax.tree.map(jnp.zeros_like, self._params),
             state=self._state,
-            share=zeros(share),
+            local_loss=zeros(local_loss),
             extra=slots_of(schedule.chunks, self.extra_like),
             out=zeros(out),
         )
 
     def forward(self, carry: Carry, at: Tick) -> tuple[Carry, Array]:
-        """Runs enter and a stage's forward pass. Also returns the stage's output."""
-        x, bypass, state, entered = self.enter_if(at.enter, carry.state, keeps=True)
-        bypass = self._put(carry.bypass, at.enter, bypass)
-        entered = self._put(carry.entered, at.enter, entered)
+        """Runs embed and a stage's forward pass. Also returns the stage's output."""
+        x, skip, state, embed_kept = self.embed_if(at.embed, carry.state, keeps=True)
+        skip = self._put(carry.skip, at.embed, skip)
+        embed_kept = self._put(carry.embed_kept, at.embed, embed_kept)
         micro, chunk, slot = at.forward
         x = jnp.where(self.is_first(chunk), x, carry.arrived)
         y, extra, kept = self.stage_if(at.forward, x, keeps=True)
         slot = jnp.where(micro >= 0, slot, self._schedule.slots)
         kept = jax.tree.map(lambda all_, k: all_.at[slot].set(k, mode="drop"), carry.kept, kept)
-        share = carry.share + jnp.where(micro >= 0, self._extra_share(extra), 0)
+        local_loss = carry.local_loss + jnp.where(micro >= 0, self._extra_share(extra), 0)
         extra = jax.tree.map(lambda e: jnp.where(micro >= 0, e, 0), extra)
         extra = jax.tree.map(lambda all_, e: all_.at[chunk].add(e, mode="drop"), carry.extra, extra)
-        carry = carry._replace(kept=kept, entered=entered, bypass=bypass)
-        return carry._replace(state=state, share=share, extra=extra), y
+        carry = carry._replace(kept=kept, embed_kept=embed_kept, skip=skip)
+        return carry._replace(state=state, local_loss=local_loss, extra=extra), y
 
-    def leave(self, carry: Carry, at: Tick, y: Array) -> tuple[Carry, Tree, Array]:
-        """Runs leave and its gradient. Also returns the gradients of leave's parameters and of y."""
+    def head(self, carry: Carry, at: Tick, y: Array) -> tuple[Carry, Tree, Array]:
+        """Runs head and its gradient. Also returns the gradients of head's parameters and of y."""
         y = jnp.where(self.is_last(at.forward.chunk), y, 0)
-        bypass = self._taken(carry.bypass, at.leave)
-        share, out, dleave, dy, dbypass = self._leave_gradient_if(at.leave, y, bypass)
-        share, out = carry.share + share, add(carry.out, out)
-        bypass = self._put(carry.bypass, at.leave, dbypass)
-        return carry._replace(bypass=bypass, share=share, out=out), dleave, dy
+        skip = self._taken(carry.skip, at.head)
+        local_loss, out, dhead, dy, dskip = self._head_gradient_if(at.head, y, skip)
+        local_loss, out = carry.local_loss + local_loss, add(carry.out, out)
+        skip = self._put(carry.skip, at.head, dskip)
+        return carry._replace(skip=skip, local_loss=local_loss, out=out), dhead, dy
 
     @jax.named_scope("stage_gradient")
     def backward(self, carry: Carry, at: Tick, dy: Array) -> tuple[Tree, Array]:
@@ -197,17 +197,17 @@ class RankTick:
             (self._params.stage, dy),
         )
 
-    @jax.named_scope("enter_gradient")
-    def enter_gradient(self, carry: Carry, at: Tick, dx: Array) -> Tree:
-        """The gradient of enter's parameters. dx: the gradient of the input of this rank's stage."""
-        if not jax.tree.leaves(self._params.enter):
-            return self._params.enter
+    @jax.named_scope("embed_gradient")
+    def embed_gradient(self, carry: Carry, at: Tick, dx: Array) -> Tree:
+        """The gradient of embed's parameters. dx: the gradient of the input of this rank's stage."""
+        if not jax.tree.leaves(self._params.embed):
+            return self._params.embed
         dx = jnp.where(self.is_first(at.backward.chunk), dx, 0)
-        entered, dbypass = self._taken(carry.entered, at.back), self._taken(carry.bypass, at.back)
+        embed_kept, dskip = self._taken(carry.embed_kept, at.back), self._taken(carry.skip, at.back)
         return _if(
             at.back >= 0,
-            lambda: self._entering.gradient(entered, dx, dbypass, self.batch(at.back)),
-            self._params.enter,
+            lambda: self._embedding.gradient(embed_kept, dx, dskip, self.batch(at.back)),
+            self._params.embed,
         )
 
     def _put(self, slots: Tree, micro: Array, found: Tree) -> Tree:
@@ -221,19 +221,19 @@ class RankTick:
 
     # --- the three functions, which run where the schedule asks for them and give zeros elsewhere ---
 
-    @jax.named_scope("enter")
-    def enter_if(self, micro: Array, state: Tree, *, keeps: bool) -> tuple[Array, Tree, Tree, Tree]:
-        """The results of enter, and what is kept for its gradient; () without `keeps`."""
+    @jax.named_scope("embed")
+    def embed_if(self, micro: Array, state: Tree, *, keeps: bool) -> tuple[Array, Tree, Tree, Tree]:
+        """The results of embed, and what is kept for its gradient; () without `keeps`."""
 
         def run() -> tuple[Array, Tree, Tree, Tree]:
-            """Runs enter for the microbatch."""
+            """Runs embed for the microbatch."""
             if keeps:
-                return self._entering.forward(state, self.batch(micro))
-            return *self._model.enter(self._params.enter, state, self.batch(micro)), ()
+                return self._embedding.forward(state, self.batch(micro))
+            return *self._model.embed(self._params.embed, state, self.batch(micro)), ()
 
-        x, bypass, entered = zeros((self.x_like, self.bypass_like, self._entering.like if keeps else ()))
+        x, skip, embed_kept = zeros((self.x_like, self.skip_like, self._embedding.like if keeps else ()))
         found: tuple[Array, Tree, Tree, Tree]
-        found = jax.lax.cond(micro >= 0, run, lambda: (x, bypass, state, entered))
+        found = jax.lax.cond(micro >= 0, run, lambda: (x, skip, state, embed_kept))
         return found
 
     @jax.named_scope("stage")
@@ -256,25 +256,25 @@ class RankTick:
         found = _if(micro >= 0, run, (self.x_like, self.extra_like, self._passes.like if keeps else ()))
         return found
 
-    def leave_if(self, micro: Array, y: Array, out_like: Tree) -> Tree:
-        """The second result of leave, of this shape."""
+    def head_if(self, micro: Array, y: Array, out_like: Tree) -> Tree:
+        """The second result of head, of this shape."""
         return _if(
-            micro >= 0, lambda: self._model.leave(self._params.leave, y, None, self.batch(micro))[1], out_like
+            micro >= 0, lambda: self._model.head(self._params.head, y, None, self.batch(micro))[1], out_like
         )
 
-    @jax.named_scope("leave_gradient")
-    def _leave_gradient_if(self, micro: Array, y: Array, bypass: Tree) -> Any:
-        """This rank's share, leave's second result, and the gradients of leave's parameters, y and bypass."""
+    @jax.named_scope("head_gradient")
+    def _head_gradient_if(self, micro: Array, y: Array, skip: Tree) -> Any:
+        """This rank's share, head's second result, and the gradients of head's parameters, y and skip."""
 
         def run() -> tuple[Array, Tree, Tree, Array, Tree]:
-            """Runs leave and its gradient for the microbatch."""
+            """Runs head and its gradient for the microbatch."""
 
-            def leave(params: Tree, y: Array, bypass: Tree) -> tuple[Array, Tree]:
-                """(share, out), to be differentiated."""
-                return self._model.leave(params, y, bypass, self.batch(micro))
+            def head(params: Tree, y: Array, skip: Tree) -> tuple[Array, Tree]:
+                """(local_loss, out), to be differentiated."""
+                return self._model.head(params, y, skip, self.batch(micro))
 
-            share, pull, out = jax.vjp(leave, self._params.leave, y, bypass, has_aux=True)
-            return share, out, *pull(jnp.ones_like(share))
+            local_loss, pull, out = jax.vjp(head, self._params.head, y, skip, has_aux=True)
+            return local_loss, out, *pull(jnp.ones_like(local_loss))
 
         return _if(micro >= 0, run, jax.eval_shape(run))
 

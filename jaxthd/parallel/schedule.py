@@ -39,14 +39,14 @@ class Work(NamedTuple):
 class Tick(NamedTuple):
     """What is done in a tick, or in every tick: int32, [ticks, ranks] in forward and backward, else [ticks].
 
-    enter, leave, back: the microbatch that enters the first stage, leaves the last stage, or finishes its
+    embed, head, back: the microbatch that enters the first stage, leaves the last stage, or finishes its
         backward pass through the first stage; -1 for none.
     """
 
     forward: Work
     backward: Work
-    enter: Any
-    leave: Any
+    embed: Any
+    head: Any
     back: Any
 
     def on(self, rank: Any) -> "Tick":
@@ -67,12 +67,12 @@ class Schedule(NamedTuple):
     @property
     def ticks(self) -> int:
         """The number of ticks."""
-        return len(self.table.enter)
+        return len(self.table.embed)
 
     @property
     def in_flight(self) -> int:
         """The most microbatches that have entered but not finished their backward pass: consecutive ones."""
-        entered, gone = (np.cumsum(ticks >= 0) for ticks in (self.table.enter, self.table.back))
+        entered, gone = (np.cumsum(ticks >= 0) for ticks in (self.table.embed, self.table.back))
         return int((entered - np.append(0, gone[:-1])).max())
 
     @property
@@ -115,8 +115,8 @@ def make_schedule(microbatches: int, ranks: int, chunks: int = 1, *, backward: b
     table = Tick(
         forward=Work(*(x[used] for x in forward)),
         backward=Work(*(x[used] for x in back)),
-        enter=where(forward, 0, 0)[used],
-        leave=where(forward, p - 1, v - 1)[used],
+        embed=where(forward, 0, 0)[used],
+        head=where(forward, p - 1, v - 1)[used],
         back=where(back, 0, 0)[used],
     )
     return Schedule(ranks=p, chunks=v, microbatches=m, slots=slots, table=table)

@@ -158,8 +158,8 @@ class ResidualBuffer:
         return leaves
 
 
-class EnterPasses:
-    """`enter` and its gradient. like: as in StagePasses."""
+class EmbedPasses:
+    """`embed` and its gradient. like: as in StagePasses."""
 
     def __init__(self, model: PipelinedModel, params: Tree, state: Tree, batch: Tree) -> None:
         self._model, self._params = model, params
@@ -167,21 +167,21 @@ class EnterPasses:
         self.like: Tree = jax.eval_shape(self.forward, state, batch)[3]
 
     def forward(self, state: Tree, batch: Tree) -> tuple[Array, Tree, Tree, Tree]:
-        """The results of `enter`, and what is kept."""
+        """The results of `embed`, and what is kept."""
 
-        def enter(params: Tree) -> tuple[tuple[Array, Tree], Tree]:
-            """((embeddings, bypass), the state after), to be differentiated."""
-            x, bypass, after = self._model.enter(params, state, batch)
-            return (x, bypass), after
+        def embed(params: Tree) -> tuple[tuple[Array, Tree], Tree]:
+            """((embeddings, skip state), the state after), to be differentiated."""
+            x, skip, after = self._model.embed(params, state, batch)
+            return (x, skip), after
 
-        (x, bypass), pull, after = jax.vjp(enter, self._params, has_aux=True)
+        (x, skip), pull, after = jax.vjp(embed, self._params, has_aux=True)
         kept, self._again = split_pull(pull, self._at_hand(batch))
-        return x, bypass, after, kept
+        return x, skip, after, kept
 
-    def gradient(self, kept: Tree, dx: Array, dbypass: Tree, batch: Tree) -> Tree:
+    def gradient(self, kept: Tree, dx: Array, dskip: Tree, batch: Tree) -> Tree:
         """The gradient of its parameters."""
         assert self._again is not None
-        return self._again(kept, self._at_hand(batch))((dx, dbypass))[0]
+        return self._again(kept, self._at_hand(batch))((dx, dskip))[0]
 
     def _at_hand(self, batch: Tree) -> Tree:
         return self._params, self._model.constants, batch

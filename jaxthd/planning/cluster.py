@@ -22,7 +22,7 @@ from jaxthd.planning.layouts import compare_layouts
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.model_flops import model_flops
 from jaxthd.planning.parameters import state_bytes
-from jaxthd.planning.search import slot_work
+from jaxthd.planning.search import flops_per_slot
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.tables import aligned, size_text
 
@@ -177,7 +177,7 @@ def step_imbalance(config: Config) -> float:
     if config.mesh.context == 1:
         return 1.0
     config = replace(config, data=replace(config.data, max_documents=config.data.capacity))
-    costs = compare_layouts(text_like(config.data.capacity), config, slot_work(config))
+    costs = compare_layouts(text_like(config.data.capacity), config, flops_per_slot(config))
     cost = next(x for x in costs if x.layout == config.compute.layout)
     return (cost.slots + cost.attention) / (cost.slots + cost.attention / cost.imbalance)
 

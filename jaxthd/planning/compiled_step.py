@@ -164,7 +164,7 @@ def runs_by_schedule(config: Config) -> Callable[[str], float]:
     blueprint = Blueprint(config)
     schedule, of_stage = blueprint.schedule, blueprint.schedule.microbatches * blueprint.schedule.chunks
     runs = dict.fromkeys(("stage", "stage_gradient"), of_stage)
-    runs |= {part: schedule.microbatches for part in ("enter", "leave_gradient", "enter_gradient")}
+    runs |= {part: schedule.microbatches for part in ("embed", "head_gradient", "embed_gradient")}
 
     def often(name: str) -> float:
         """Runs of the named conditional in a tick of the schedule, on average; 1 of other operations."""

@@ -21,7 +21,7 @@ from jaxthd.packing.layout import LayoutKind
 from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.planning.layouts import LAYOUT_COSTS, LAYOUTS, LayoutCost, compare_layouts
 from jaxthd.planning.lengths import Lengths, draw, first, measure, read_examples
-from jaxthd.planning.search import slot_work
+from jaxthd.planning.search import flops_per_slot
 from jaxthd.steps.forward import objective_of
 from jaxthd.terminal.tables import table
 from jaxthd.validate import DeviceFacts, findings
@@ -111,7 +111,7 @@ def _costs(config: Config) -> list[LayoutCost]:
     found = [measure(examples, config)[0] for examples in sources]
     weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
     stream = _first(draw(found, weights or (), config.data.seed), config.data.capacity)
-    costs = compare_layouts(stream, _with(config, "buffer"), slot_work(config))
+    costs = compare_layouts(stream, _with(config, "buffer"), flops_per_slot(config))
     by_buffer = next((cost for cost in costs if cost.layout == "buffer"), None)
     if by_buffer is None:
         return []

@@ -93,7 +93,7 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
     """The costs of the layouts that fill a buffer: those that skip the fewest documents first, and of these
     the cheapest.
 
-    stream: documents in an order of training. work: see jaxthd.planning.search.slot_work.
+    stream: documents in an order of training. work: see jaxthd.planning.search.flops_per_slot.
     The capacity is rounded up to a size that the layout can divide.
     """
     configs = [laid_out(config, layout) for layout in possible_layouts(config)]

@@ -33,7 +33,7 @@ CAPACITY_TOLERANCE = 0.02
 class Plan(NamedTuple):
     """The settings tried and recommended; see make_plan.
 
-    work: see slot_work. configured: the outcome of the configured settings.
+    work: see flops_per_slot. configured: the outcome of the configured settings.
     by_capacity: outcomes of capacities without a maximum of documents, each with its best audio capacity.
     by_audio, by_maximum: outcomes of audio capacities and maxima of documents at the recommended capacity.
     by_packer: outcomes of packers with all recommended sizes.
@@ -68,7 +68,7 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
     overhead. Maximum of documents: the number that suffices for 99% of buffers if that costs at most
     TOLERANCE, else for all. Packer: the fewest open buffers within TOLERANCE of the best.
     """
-    work = slot_work(config)
+    work = flops_per_slot(config)
 
     def run(base: Config, **settings: Any) -> Outcome:
         """Packs the stream with these settings of data."""
@@ -104,7 +104,7 @@ def with_recommended_sizes(stream: Lengths, config: Config) -> Config:
 
     Raises UserError where no document of the stream fits a buffer.
     """
-    work = slot_work(config)
+    work = flops_per_slot(config)
     return _sizes(stream, config, lambda base, **sizes: simulate(stream, with_data(base, **sizes), work))[-1]
 
 
@@ -177,7 +177,7 @@ def _curves(
     return curves
 
 
-def slot_work(config: Config) -> tuple[float, float]:
+def flops_per_slot(config: Config) -> tuple[float, float]:
     """(active parameters of a token slot, of a mel frame): a measure of work without attention."""
     groups = parameter_groups(config)
     decoder = sum(g.active for g in groups if g.part == "LLM")

@@ -29,7 +29,7 @@ class Outcome(NamedTuple):
 
     buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
     skipped: share of documents that fit no buffer.
-    overhead: work on padding over work on documents (see jaxthd.planning.search.slot_work).
+    overhead: work on padding over work on documents (see jaxthd.planning.search.flops_per_slot).
     placements: of each buffer's documents, in the buffer's order, under the layout "whole"; else [].
     """
 
@@ -62,7 +62,7 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
     """Packs the stream with the settings of config.data, for config.mesh.
 
     The last group of buffers is not counted: they are half empty only because the stream ends, and training
-    goes on. work: work of a token slot and of a mel frame (jaxthd.planning.search.slot_work).
+    goes on. work: work of a token slot and of a mel frame (jaxthd.planning.search.flops_per_slot).
     """
     data, limits = config.data, BufferLimits.of(config)
     slots = slots_of(stream, config)

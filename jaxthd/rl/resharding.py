@@ -53,7 +53,7 @@ def same_devices(mesh: Mesh, config: MeshConfig) -> Mesh:
 
 
 class Resharding:
-    """(params, buffers) in the training form of one mesh -> the same for another one.
+    """(params, buffers) in the device layout of one mesh -> the same for another one.
 
     here, there: blueprints of one model that differ in their meshes; mesh, other: these (same_devices).
     The copy has the dtypes of Blueprint.used_dtypes. An array that is the same on both meshes is no copy.

@@ -93,7 +93,7 @@ class Rollouts:
         return self._resharding is not None
 
     def on_own_mesh(self, params: Tree, buffers: Tree) -> tuple[Tree, Tree]:
-        """The weights, which are in their training form, for `draw` and `stream`: copied to rollout.mesh
+        """The weights, which are in their device layout, for `draw` and `stream`: copied to rollout.mesh
         (resharding.py), or themselves where that is the mesh on which they are.
         """
         return self._resharding(params, buffers) if self._resharding else (params, buffers)
@@ -183,8 +183,8 @@ def check_prompts(prompts: Sequence[Document], limits: BufferLimits) -> None:
                 f"prompt {prompt.key!r} has {len(prompt.answers)} answers already; expected a document of a "
                 "prompt alone: leave its answers out (SpeechDocuments.prompt)"
             )
-        if misfit := limits.fit(prompt).misfit:
+        if reject_reason := limits.fit(prompt).reject_reason:
             raise UserError(
-                f"prompt {prompt.key!r} does not fit: {misfit}; shorten it, or raise data.capacity or "
+                f"prompt {prompt.key!r} does not fit: {reject_reason}; shorten it, or raise data.capacity or "
                 "data.audio_capacity"
             )

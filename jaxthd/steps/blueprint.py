@@ -52,10 +52,10 @@ class Blueprint:
 
     @cached_property
     def canonical_model(self) -> SpeechLM:
-        """This model in the canonical form, whose layers are not divided into stages (steps/state.py).
+        """This model in the checkpoint layout, whose layers are not divided into stages (steps/state.py).
 
         What a pipeline divides by layers is FSDP-sharded over its ranks too, so that no rank holds more of
-        the canonical form than of the other, or hardly more.
+        the checkpoint layout than of the other, or hardly more.
         """
         fsdp = (PIPELINE, *DECODER_FSDP)
         return nnx.eval_shape(
@@ -108,8 +108,8 @@ class Blueprint:
         return self._schedule(backward=False)
 
     def initial_weights(self) -> tuple[Tree, Tree]:
-        """(parameters, buffers) in the canonical form, drawn from the config's seed. Raises UserError for one
-        that has more than 32 bits.
+        """(parameters, buffers) in the checkpoint layout, drawn from the config's seed. Raises UserError
+        for one of more than 32 bits.
         """
         seed = self.config.train.seed
         if not 0 <= seed < 2**32:

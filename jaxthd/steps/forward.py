@@ -1,6 +1,6 @@
 """The model in the three functions that a pipeline runs, with the objective at their end.
 
-`enter` embeds text and audio, `stage` applies a pipeline stage's layers, `leave` gives this rank's share of
+`embed` embeds text and audio, `stage` applies a pipeline stage's layers, `head` gives this rank's part of
 the objective. All run inside the step's shard_map. Every rank differentiates its own share: its sums over the
 counts of the whole batch, which are known before. The shares of all ranks add up to the loss, so gradients of
 what several ranks hold are summed over these ranks once, afterwards (steps/training.py).
@@ -76,8 +76,8 @@ class Counts(NamedTuple):
     ctc: CTCCounts | None
 
 
-class Bypass(NamedTuple):
-    """Values that go from `enter` to `leave`, past the stages: embeddings of this rank's residual stream, [n,
+class SkipState(NamedTuple):
+    """Values that go from `embed` to `head`, past the stages: embeddings of this rank's residual stream, [n,
     D].
 
     future: of each depth's future tokens. own: of the tokens themselves, for the CTC loss; else None.
@@ -87,8 +87,8 @@ class Bypass(NamedTuple):
     own: Array | None
 
 
-class Left(NamedTuple):
-    """Results of `leave` beside the share to differentiate.
+class HeadOutputs(NamedTuple):
+    """Results of `head` beside the local loss, which is differentiated.
 
     objective: this rank's shares of the objective's quotients, by name. extremes: this rank's
     Objective.extremes. future: shares of those of FuturePrediction. ctc: of the CTC loss; None without it.
@@ -151,31 +151,31 @@ def _tokens(batch: Batch, config: Config, totals: dict[str, Array] | None = None
     return Tokens.of(batch, config.data.max_documents, CONTEXT, totals)
 
 
-def divided(params: Tree) -> PipelinedParams:
+def split_params(params: Tree) -> PipelinedParams:
     """The parameters by the function that uses them. A tied embedding is used by two, and stands twice."""
-    of_enter = ("embedding", "encoder", "adapter")
-    of_leave = ("head" if "head" in params else "embedding", "mtp")
+    of_embed = ("embedding", "encoder", "adapter")
+    of_head = ("head" if "head" in params else "embedding", "mtp")
     decoder = params["decoder"]
     return PipelinedParams(
-        enter={name: params[name] for name in of_enter if name in params},
+        embed={name: params[name] for name in of_embed if name in params},
         stage={"layers": decoder["layers"]},
-        leave={name: params[name] for name in of_leave if name in params} | {"norm": decoder["norm"]},
+        head={name: params[name] for name in of_head if name in params} | {"norm": decoder["norm"]},
     )
 
 
-def joined(params: PipelinedParams, *, embedding_of: str = "enter") -> Tree:
-    """The inverse of divided. embedding_of: "enter" or "leave", whose embedding it has if that is tied."""
-    last = dict(params.leave)
+def merged_params(params: PipelinedParams, *, embedding_of: str = "embed") -> Tree:
+    """The inverse of split_params. embedding_of: "embed" or "head", whose tied embedding it has."""
+    last = dict(params.head)
     norm, tied = last.pop("norm"), last.pop("embedding", None)
-    whole = {**params.enter, "decoder": {**params.stage, "norm": norm}, **last}
-    return {**whole, "embedding": tied} if tied is not None and embedding_of == "leave" else whole
+    whole = {**params.embed, "decoder": {**params.stage, "norm": norm}, **last}
+    return {**whole, "embedding": tied} if tied is not None and embedding_of == "head" else whole
 
 
-def joined_gradients(gradients: PipelinedParams) -> Tree:
-    """The inverse of divided for gradients: those of a tied embedding are summed."""
-    whole = joined(gradients)
-    if "embedding" in gradients.leave:
-        whole["embedding"] = jax.tree.map(jnp.add, whole["embedding"], gradients.leave["embedding"])
+def merged_gradients(gradients: PipelinedParams) -> Tree:
+    """The inverse of split_params for gradients: those of a tied embedding are summed."""
+    whole = merged_params(gradients)
+    if "embedding" in gradients.head:
+        whole["embedding"] = jax.tree.map(jnp.add, whole["embedding"], gradients.head["embedding"])
     return whole
 
 
@@ -183,9 +183,9 @@ class Forward:
     """The three functions for one microbatch.
 
     They take the parameters that are differentiated; where these are None (frozen), `params` fills them in.
-    The pipeline's state is the encoder's buffers ({} without an encoder). Bypass says what goes past
+    The pipeline's state is the encoder's buffers ({} without an encoder). SkipState says what goes past
     the stages.
-    counts: None where `leave` is not called. batch_statistics: see SpeechLM.enter's train.
+    counts: None where `head` is not called. batch_statistics: see SpeechLM.embed's train.
     """
 
     def __init__(
@@ -198,7 +198,7 @@ class Forward:
         batch_statistics: bool,
     ) -> None:
         self._blueprint, self._config = blueprint, blueprint.config
-        self._params, self._buffers, self._counts = divided(params), buffers, counts
+        self._params, self._buffers, self._counts = split_params(params), buffers, counts
         self._batch_statistics = batch_statistics
         self._objective = objective_of(blueprint.config)
         # Ranks of these axes compute the same share.
@@ -208,26 +208,26 @@ class Forward:
     def pipelined(self) -> PipelinedModel:
         """The functions by which a pipeline runs the model."""
         return PipelinedModel(
-            enter=self.enter,
+            embed=self.embed,
             prepare=self.prepare,
             run=self.run,
-            leave=self.leave,
+            head=self.head,
             stages=self._blueprint.stages,
-            constants=(self._params.enter, self._buffers),
+            constants=(self._params.embed, self._buffers),
         )
 
     def model(self, buffers: Tree, **given: Tree) -> SpeechLM:
         """The module on this rank. given: parameters of some of the functions, in the place of `params`."""
         filled = {name: join(some, getattr(self._params, name)) for name, some in given.items()}
-        which = "leave" if "leave" in given else "enter"
-        params = joined(self._params._replace(**filled), embedding_of=which)
+        which = "head" if "head" in given else "embed"
+        params = merged_params(self._params._replace(**filled), embedding_of=which)
         return nnx.merge(self._blueprint.graph, params, buffers)
 
-    def enter(self, enter: Tree, state: Tree, batch: Batch) -> tuple[Array, Bypass, Tree]:
+    def embed(self, embed: Tree, state: Tree, batch: Batch) -> tuple[Array, SkipState, Tree]:
         """Embeds the batch: (activations, what goes around the stages, encoder statistics)."""
-        model = self.model(with_encoder(self._buffers, state), enter=enter)
-        (x_nD, *future), state = model.enter_with_future(batch, axes=AXES, train=self._batch_statistics)
-        return x_nD, Bypass(future, x_nD if trains_ctc(batch, self._config) else None), state
+        model = self.model(with_encoder(self._buffers, state), embed=embed)
+        (x_nD, *future), state = model.embed_with_future(batch, axes=AXES, train=self._batch_statistics)
+        return x_nD, SkipState(future, x_nD if trains_ctc(batch, self._config) else None), state
 
     def prepare(self, pattern: str, stage: Tree, chunk: Array | int, batch: Batch) -> PreparedStage:
         """Selects the layers of a chunk, and what stays the same for all microbatches."""
@@ -245,29 +245,31 @@ class Forward:
         with drawing(fixed.draws):
             return decoder.run(pattern, fixed.layers, prepared.trained, x_nD, fixed.segments)
 
-    def leave(self, leave: Tree, x_nD: Array, bypass: Bypass, batch: Batch) -> tuple[Array, Left]:
+    def head(self, head: Tree, x_nD: Array, skip: SkipState, batch: Batch) -> tuple[Array, HeadOutputs]:
         """Applies the head: (the rank's share of the loss, metrics)."""
-        model = self.model(self._buffers, leave=leave)
+        model = self.model(self._buffers, head=head)
         # Gathered once for both losses.
-        head_VD = None if bypass.own is None else model.gathered_head()
-        if bypass.future:
-            share, left = self._leave_with_future(model, x_nD, bypass.future, batch, head_VD)
+        head_VD = None if skip.own is None else model.gathered_head()
+        if skip.future:
+            local_loss, outputs = self._head_with_future(model, x_nD, skip.future, batch, head_VD)
         else:
-            logp_N = model.leave(x_nD, batch, head_VD, temperature=policy_temperature(self._config))
-            left = self._left(logp_N, batch)
-            share = left.objective[LOSS]
-        if bypass.own is None or head_VD is None:
-            return share, left
-        ctc = self._ctc(model, bypass.own, batch, head_VD)
-        return share + self._config.train.ctc_loss * ctc.loss, left._replace(ctc=ctc)
+            logp_N = model.target_log_probs(
+                x_nD, batch, head_VD, temperature=policy_temperature(self._config)
+            )
+            outputs = self._outputs(logp_N, batch)
+            local_loss = outputs.objective[LOSS]
+        if skip.own is None or head_VD is None:
+            return local_loss, outputs
+        ctc = self._ctc(model, skip.own, batch, head_VD)
+        return local_loss + self._config.train.ctc_loss * ctc.loss, outputs._replace(ctc=ctc)
 
-    def _leave_with_future(
+    def _head_with_future(
         self, model: SpeechLM, x_nD: Array, future: list[Array], batch: Batch, head_VD: Array | None
-    ) -> tuple[Array, Left]:
+    ) -> tuple[Array, HeadOutputs]:
         with drawing(_draws(batch)):
-            logp_N, (logp_KN, routing) = model.leave_with_future(x_nD, future, batch, AXES, head_VD)
+            logp_N, (logp_KN, routing) = model.log_probs_with_future(x_nD, future, batch, AXES, head_VD)
         assert self._counts is not None
-        left = self._left(logp_N, batch)
+        outputs = self._outputs(logp_N, batch)
         losses = [
             self._share(
                 negative_log_likelihood(logp_KN[k], batch.future_weights[:, k].reshape(-1)),
@@ -275,19 +277,19 @@ class Forward:
             )
             for k in range(len(future))
         ]
-        share = left.objective[LOSS] + self._config.train.mtp_loss * sum(losses) / len(future)
+        local_loss = outputs.objective[LOSS] + self._config.train.mtp_loss * sum(losses) / len(future)
         routed = [each for each in routing if each is not None]
         for each, real in zip(routed, self._counts.real_future, strict=False):
-            share += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
+            local_loss += auxiliary_share(self._config, each, real) / self._config.mesh.pipeline
         of_future = model.mtp.routing_of_depths(routed) if model.mtp and routed else None
-        return share, left._replace(future=FuturePrediction(jnp.stack(losses), of_future))
+        return local_loss, outputs._replace(future=FuturePrediction(jnp.stack(losses), of_future))
 
     def _ctc(self, model: SpeechLM, embedded_nD: Array, batch: Batch, head_VD: Array) -> CTC:
         """This rank's shares of the CTC loss."""
         counts = self._counts and self._counts.ctc
         assert counts is not None
         found = _transcripts(batch, self._config)
-        logp_G = model.leave_ctc(embedded_nD, batch, found, CONTEXT, head_VD)
+        logp_G = model.ctc_log_probs(embedded_nD, batch, found, CONTEXT, head_VD)
         uncovered = (found.has_audio & ~found.is_covered).sum()
         ranks = self._config.mesh.context  # All of them compute the same.
         return CTC(
@@ -295,7 +297,7 @@ class Forward:
             uncovered=self._share(uncovered, counts.documents) / ranks,
         )
 
-    def _left(self, logp_N: Array, batch: Batch) -> Left:
+    def _outputs(self, logp_N: Array, batch: Batch) -> HeadOutputs:
         """The objective's sums from the next tokens' log-probabilities."""
         assert self._counts is not None
         logp_RT, tokens = (
@@ -304,7 +306,7 @@ class Forward:
         )
         sums, counts = self._objective.sums(logp_RT, tokens), self._counts.objective
         shares = {name: self._share(x, counts.get(name, counts[LOSS])) for name, x in sums.items()}
-        return Left(shares, Largest(self._objective.extremes(logp_RT, tokens)))
+        return HeadOutputs(shares, Largest(self._objective.extremes(logp_RT, tokens)))
 
     def _share(self, total: Array, count: Array) -> Array:
         return total / count / self._copies

@@ -124,8 +124,8 @@ def _on_rank(
     return x_Brc[:matrices].reshape(shard.shape)
 
 
-def _exchanged(x: Array, axes: tuple[str, ...], divided: int, joined: int) -> Array:
-    return jax.lax.all_to_all(x, axes, divided, joined, tiled=True) if axes else x
+def _exchanged(x: Array, axes: tuple[str, ...], split_params: int, merged_params: int) -> Array:
+    return jax.lax.all_to_all(x, axes, split_params, merged_params, tiled=True) if axes else x
 
 
 def _axes(entry: Any) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from jaxthd.steps.state import TrainState, state_shardings
 
 def make_reference_scores(blueprint: Blueprint, mesh: Mesh) -> Callable[[Tree, Tree, Tree, Batch], Array]:
     """(params, TrainState.reference, buffers, batch) -> the reference's log-probability of every supervised
-    position's target, [R, T], 0 elsewhere. One compiled program. The arrays are in their training form.
+    position's target, [R, T], 0 elsewhere. One compiled program. The arrays are in their device layout.
     """
     config = blueprint.config
     by_base = is_base(config)

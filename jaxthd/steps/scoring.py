@@ -14,7 +14,7 @@ from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import CONTEXT, DATA, batch_specs, on_ranks
 from jaxthd.parallel.pipeline import score
 from jaxthd.steps.blueprint import Blueprint, Tree
-from jaxthd.steps.forward import Forward, divided, microbatches
+from jaxthd.steps.forward import Forward, microbatches, split_params
 
 
 def make_scoring_step(
@@ -40,15 +40,15 @@ def make_scoring_step(
         """Scores of the tokens of this rank."""
         forward = Forward(blueprint, params, buffers, None, batch_statistics=False)
 
-        def leave(leave: Tree, x_nD: Array, bypass: None, batch: Batch) -> tuple[Array, TokenScores]:
+        def head(head: Tree, x_nD: Array, skip: None, batch: Batch) -> tuple[Array, TokenScores]:
             """Scores in place of a loss, which is 0."""
-            model = forward.model(buffers, leave=leave)
-            scores = model.leave_top_k(x_nD, batch, top_k, temperature=temperature)
+            model = forward.model(buffers, head=head)
+            scores = model.top_k_scores(x_nD, batch, top_k, temperature=temperature)
             return jnp.zeros(()), jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[1:]), scores)
 
         batches = microbatches(batch, schedule.microbatches)
-        model, encoder = forward.pipelined._replace(leave=leave), buffers.get("encoder", {})
-        scores = score(model, schedule, divided(params), encoder, batches)
+        model, encoder = forward.pipelined._replace(head=head), buffers.get("encoder", {})
+        scores = score(model, schedule, split_params(params), encoder, batches)
         return jax.tree.map(lambda x: x.reshape(*batch.tokens.shape, *x.shape[3:]), scores)
 
     by_token: Any = PartitionSpec(DATA, CONTEXT)

@@ -1,7 +1,7 @@
 """The training state: what it holds, where it lies on the mesh, and the form it is saved in.
 
 While a run trains, each rank holds its shard of every parameter (parallel/params.py) and the layers of its
-pipeline stages (parallel/stages.py): the training form. A checkpoint holds the canonical form: the same
+pipeline stages (parallel/stages.py): the device layout. A checkpoint holds the checkpoint layout: the same
 arrays, names and shapes whatever the mesh is.
 """
 
@@ -57,17 +57,17 @@ def averaged(state: TrainState) -> TrainState:
 
 
 def abstract_state(blueprint: Blueprint) -> TrainState:
-    """A run's state in the canonical form, with shapes and dtypes for arrays: no memory, nothing compiled."""
+    """A run's state in the checkpoint layout, with shapes and dtypes for arrays; nothing is compiled."""
     return jax.eval_shape(lambda *weights: _fresh(blueprint, *weights), *blueprint.abstract_weights)
 
 
 def state_shardings(blueprint: Blueprint, mesh: Mesh) -> TrainState:
-    """NamedShardings of the training form, in the places of the arrays."""
+    """NamedShardings of the device layout, in the places of the arrays."""
     return _shardings(blueprint, mesh, blueprint.model)
 
 
 def canonical_shardings(blueprint: Blueprint, mesh: Mesh) -> TrainState:
-    """NamedShardings of the canonical form, in the places of the arrays."""
+    """NamedShardings of the checkpoint layout, in the places of the arrays."""
     return _shardings(blueprint, mesh, blueprint.canonical_model)
 
 
@@ -139,9 +139,9 @@ def init_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
 
 
 def new_state(weights: tuple[Tree, Tree], blueprint: Blueprint, mesh: Mesh) -> TrainState:
-    """A new run's state, in the training form on the mesh, that starts from these weights.
+    """A new run's state, in the device layout on the mesh, that starts from these weights.
 
-    weights: (parameters, buffers) in the canonical form. They are donated.
+    weights: (parameters, buffers) in the checkpoint layout. They are donated.
     """
     canonical = jax.jit(
         lambda params, buffers: _fresh(blueprint, params, buffers),
@@ -149,16 +149,16 @@ def new_state(weights: tuple[Tree, Tree], blueprint: Blueprint, mesh: Mesh) -> T
         compiler_options=_options_of_one_run(),
         donate_argnums=(0, 1),
     )(*weights)
-    return training_form(canonical, blueprint, mesh)
+    return device_layout(canonical, blueprint, mesh)
 
 
-def canonical_form(state: TrainState, blueprint: Blueprint, mesh: Mesh) -> TrainState:
+def checkpoint_layout(state: TrainState, blueprint: Blueprint, mesh: Mesh) -> TrainState:
     """The state as it is saved."""
     return state if blueprint.config.mesh.pipeline == 1 else _to_canonical(blueprint, mesh)(state)
 
 
-def training_form(state: TrainState, blueprint: Blueprint, mesh: Mesh) -> TrainState:
-    """The inverse of canonical_form."""
+def device_layout(state: TrainState, blueprint: Blueprint, mesh: Mesh) -> TrainState:
+    """The inverse of checkpoint_layout."""
     if blueprint.config.mesh.pipeline == 1:
         return state
     return jax.jit(

@@ -31,14 +31,14 @@ from jaxthd.steps.forward import (
     Counts,
     Forward,
     FuturePrediction,
-    Left,
+    HeadOutputs,
     at_least_one,
     auxiliary_share,
     count,
-    divided,
-    joined_gradients,
+    merged_gradients,
     microbatches,
     objective_of,
+    split_params,
     with_encoder,
 )
 from jaxthd.steps.optimizer import clipped, learning_rate_schedule, make_optimizer
@@ -124,16 +124,18 @@ def loss_and_gradient(
 
         batches = microbatches(batch, blueprint.schedule.microbatches)
         encoder = buffers.get("encoder", {})
-        step = accumulate(forward.pipelined, blueprint.schedule, divided(own), encoder, batches, extra_share)
+        step = accumulate(
+            forward.pipelined, blueprint.schedule, split_params(own), encoder, batches, extra_share
+        )
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
-        gradients = _sum_copies(joined_gradients(step.gradients), trained_specs)
-        left: Left = step.out
-        objective, ctc = jax.lax.psum((left.objective, left.ctc), AXES)
-        future = left.future
+        gradients = _sum_copies(merged_gradients(step.gradients), trained_specs)
+        outputs: HeadOutputs = step.out
+        objective, ctc = jax.lax.psum((outputs.objective, outputs.ctc), AXES)
+        future = outputs.future
         if future is not None:
             future = FuturePrediction(jax.lax.psum(future.loss, AXES), _with_whole_aux(future.routing))
         loss, buffers = objective.pop(LOSS), with_encoder(buffers, step.state)
-        extremes = Largest(jax.lax.pmax(left.extremes.numbers, AXES))
+        extremes = Largest(jax.lax.pmax(outputs.extremes.numbers, AXES))
         return Gradient(loss, gradients, buffers, _with_whole_aux(routing), future, objective, ctc, extremes)
 
     in_specs = (specs, buffer_specs, batch_specs(), *[PartitionSpec()] * counted)

@@ -216,7 +216,7 @@ def _audio_of(batch: Batch, row: int, slots: Int[np.ndarray, " slots"]) -> list[
 
 
 def weights_digest(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> str:
-    """A digest of the weights in their training form, and of the settings that change what they compute. The
+    """A digest of the weights in their device layout, and of the settings that change what they compute. The
     mesh does not change it. All processes call it.
     """
     config, on = blueprint.config, canonical_shardings(blueprint, mesh)

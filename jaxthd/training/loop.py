@@ -39,7 +39,13 @@ from jaxthd.run.supplier import Run, Supplier
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_refresh
-from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
+from jaxthd.steps.state import (
+    TrainState,
+    abstract_state,
+    canonical_shardings,
+    checkpoint_layout,
+    device_layout,
+)
 
 
 def run_training(
@@ -128,7 +134,7 @@ def _train(
             if stepped.skipped_in_a_row:
                 non_finite.add(line, stepped.documents(), stepped.skipped_in_a_row)
             if last or validated or step % config.train.checkpoint_every == 0:
-                save(step, canonical_form(state, blueprint, mesh), supplier.get_state(), validated)
+                save(step, checkpoint_layout(state, blueprint, mesh), supplier.get_state(), validated)
             if last:
                 break
         if step < steps:
@@ -147,7 +153,7 @@ def _newest_state(run: Run, checkpoints: Checkpoints, supplier: Supplier) -> Tra
     supplier.set_state(position)
     if is_first() and checkpoints.new_measure:
         print(checkpoints.new_measure)
-    return training_form(state, blueprint, mesh)
+    return device_layout(state, blueprint, mesh)
 
 
 def _changed_settings(changes: Collection[Difference], step: int) -> dict[str, str]:

@@ -138,9 +138,9 @@ def _compiled(config: Config) -> Any:
 
     def loss(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
-        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.embed(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
-        return -model.leave(x_ND, batch).sum(), model.hidden(x_ND) @ model.gathered_head().T
+        return -model.target_log_probs(x_ND, batch).sum(), model.hidden(x_ND) @ model.gathered_head().T
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
 

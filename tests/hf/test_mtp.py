@@ -96,9 +96,9 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
 
         def predicted(params: Any, buffers: Any, batch: Any) -> Any:
             model = nnx.merge(graph, params, buffers)
-            (x_ND, *future), _ = model.enter_with_future(batch, axes=(), train=False)
+            (x_ND, *future), _ = model.embed_with_future(batch, axes=(), train=False)
             h_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
-            return model.leave_with_future(h_ND, future, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
+            return model.log_probs_with_future(h_ND, future, batch, ())[1].log_probs, model.hidden(h_ND), x_ND
 
         found = jax.jit(predicted)(*weights, jax.tree.map(jnp.asarray, batch))
         logp_KN, h_ND, x_ND = map(np.asarray, found)

@@ -92,7 +92,7 @@ def conversations(tmp_path_factory: pytest.TempPathFactory) -> list[Example]:
 
 @functools.cache
 def weights() -> tuple[Any, Any]:
-    """In the canonical form. Small embeddings, so that more than the last token tells what comes next."""
+    """In the checkpoint layout. Small embeddings, so that more than the last token tells what comes next."""
     _, params, buffers = random_state(Blueprint(CONFIG).model)
     return {**params, "embedding": 0.1 * params["embedding"]}, buffers
 
@@ -119,7 +119,7 @@ def next_token() -> Any:
 
     def program(params: Any, buffers: Any, batch: Any, last: Any, *how: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
-        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.embed(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
         logits_1V = jnp.einsum("d,vd->v", model.hidden(x_ND)[last], model.head[...])[None]
         return draw(logits_1V, *how, ()).tokens[0]

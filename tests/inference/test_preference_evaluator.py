@@ -14,7 +14,7 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.score import score_line, score_manifest
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import canonical_form
+from jaxthd.steps.state import checkpoint_layout
 from jaxthd.train import train
 
 BETA = 0.5
@@ -76,7 +76,7 @@ def test_held_out_pairs_are_measured_as_their_scores_say(tmp_path: Path, objecti
 
     blueprint = Blueprint(config)
     mesh = make_mesh(config.mesh)
-    state = canonical_form(start_state(blueprint, mesh), blueprint, mesh)
+    state = checkpoint_layout(start_state(blueprint, mesh), blueprint, mesh)
     only = write(tmp_path / "only.jsonl", pairs[9:])
     answers = []
     for weights in (Weights(state.params, state.buffers), [str(tmp_path / "run")]):

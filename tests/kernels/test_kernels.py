@@ -110,8 +110,8 @@ def test_auto_on_a_cpu_is_xla_without_a_word(lines: list[str], tmp_path: Path):
 
 
 def test_a_command_settles_it_before_it_runs(capsys: pytest.CaptureFixture[str]):
-    settled = prepared(Config()).compute
-    assert (settled.attention_backend, settled.scan_backend) == ("xla", "xla")
+    resolve_backend = prepared(Config()).compute
+    assert (resolve_backend.attention_backend, resolve_backend.scan_backend) == ("xla", "xla")
     assert not capsys.readouterr().err
 
 

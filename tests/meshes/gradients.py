@@ -1,4 +1,4 @@
-"""Loss and gradients of a run, in canonical form, and how far they are from those of one device."""
+"""Loss and gradients of a run, in checkpoint layout, and how far they are from those of one device."""
 
 import functools
 import time
@@ -40,7 +40,7 @@ def program(config: Config) -> Any:
 
 
 def evaluate(config: Config, state: tuple[Any, Any] | None = None, order: int = 0) -> tuple[Gradient, float]:
-    """(loss, gradients and the rest in canonical form, seconds to compile and run). order: see batch_for."""
+    """(loss, gradients and the rest in checkpoint layout, seconds in all). order: see batch_for."""
     dtype = config.compute.dtype
     with jax.enable_x64(dtype == "float64"):
         mesh, stages = make_mesh(config.mesh), Blueprint(config).stages

@@ -43,7 +43,7 @@ from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.optimizer import clipped, make_optimizer
 from jaxthd.steps.scoring import make_scoring_step
-from jaxthd.steps.state import abstract_state, canonical_form, canonical_shardings, training_form
+from jaxthd.steps.state import abstract_state, canonical_shardings, checkpoint_layout, device_layout
 from jaxthd.steps.training import loss_and_gradient, make_train_step
 from tests.helpers import assert_same, batch_of, filled_state
 from tests.weights import random_state
@@ -334,11 +334,11 @@ def test_a_checkpoint_holds_what_trains_and_returns_on_any_mesh(tmp_path: Path):
     noise = jax.tree.map(
         lambda x: rng.integers(0, 9, x.shape).astype(x.dtype), abstract_state(Blueprint(piped))
     )
-    state = training_form(
+    state = device_layout(
         jax.device_put(noise, canonical_shardings(Blueprint(piped), meshes[0])), Blueprint(piped), meshes[0]
     )
     with Checkpoints(tmp_path, 1) as checkpoints:
-        checkpoints.save(3, canonical_form(state, Blueprint(piped), meshes[0]), {})
+        checkpoints.save(3, checkpoint_layout(state, Blueprint(piped), meshes[0]), {})
     with Checkpoints(tmp_path, 1) as checkpoints:
         found = checkpoints.restore_latest(
             abstract_state(Blueprint(other)), canonical_shardings(Blueprint(other), meshes[1])

@@ -74,7 +74,7 @@ def next_token_program(model: ModelConfig = MODEL) -> Any:
 
     def logits(params: Any, buffers: Any, batch: Any) -> Any:
         model = nnx.merge(graph, params, buffers)
-        x_ND, _ = model.enter(batch, axes=(), train=False)
+        x_ND, _ = model.embed(batch, axes=(), train=False)
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
         return jnp.einsum("nd,vd->nv", model.hidden(x_ND), model.gathered_head())
 

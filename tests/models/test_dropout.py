@@ -79,7 +79,7 @@ def program(config: Config) -> tuple[Blueprint, Mesh, Any]:
 def gradient(
     sizes: MeshConfig, order: tuple[int, ...] = (0, 1, 2, 3), step: int = 5, microbatches: int = 1
 ) -> Any:
-    """(loss, gradients in the canonical form) of a step with dropout, in float64."""
+    """(loss, gradients in the checkpoint layout) of a step with dropout, in float64."""
     config = replace(CONFIG, mesh=sizes, train=replace(CONFIG.train, microbatches=microbatches))
     blueprint, mesh, run = program(config)
     _, params, buffers = random_state(Blueprint(replace(config, mesh=MeshConfig())).canonical_model)

@@ -36,14 +36,14 @@ def test_rows_are_full_and_even_and_cut_no_more_than_they_must(context: int):
     sizes = sizes_of(rng.integers(10, 400, 80).tolist())
     chosen = list(range(int((np.cumsum([s.slots for s in sizes]) <= capacity).sum())))
     others = list(range(len(chosen), len(sizes)))
-    for slot_work in (10_000.0, 0.0):
-        shares = Shares(context, capacity, 8, slot_work)
+    for pairs_per_slot in (10_000.0, 0.0):
+        shares = Shares(context, capacity, 8, pairs_per_slot)
         placed = filled(shares, sizes, chosen, others)
         assert len(set(placed.order)) == len(placed.order)
         assert max(slots_used(shares, placed, sizes)) <= capacity // context
         assert sum(sizes[i].slots for i in placed.order) >= FULL * capacity
         assert shares.imbalance(placed, sizes) <= EVEN_ENOUGH
-        if slot_work:
+        if pairs_per_slot:
             assert not placed.cut
 
 
@@ -124,7 +124,7 @@ def test_documents_that_no_rank_can_hold_are_told():
     n = config.data.capacity // 2 + 10
     flags = np.ones(n, bool)
     document = Document("a", np.zeros(n, np.int32), ~flags, flags)
-    assert not limits.fit(document).misfit
+    assert not limits.fit(document).reject_reason
     is_answer = np.arange(n) >= n - 10
     shared = Document("b", np.zeros(n, np.int32), ~flags, is_answer, answers=(5, 5))
     assert "share" in limits.fit(shared).unassignable

@@ -132,7 +132,7 @@ def test_a_shared_prompt_saves_its_slots():
     assert (copied.slots, copied.segments) == (8 * 170, 8)
     assert BufferLimits(9999, 0, 9, round_to=8).slots(group) == 144 + 8 * 32
     few = BufferLimits(9999, 0, 8).fit(group)
-    assert few.misfit == "its 8 answers make 9 segments, which exceed the max_documents of 8"
+    assert few.reject_reason == "its 8 answers make 9 segments, which exceed the max_documents of 8"
     with pytest.raises(ValueError, match="1 documents of 9 segments in a row, at most 8"):
         pack_row([group], **SIZES | {"max_documents": 8})
     rows = [pack_row([group], **SIZES | {"capacity": 1360, "share_prompts": s})[0] for s in (True, False)]
@@ -173,7 +173,7 @@ def test_the_packer_never_exceeds_the_segments_or_slots_of_a_row(share_prompts: 
     assert sorted([*skipped, *(key for row in rows for key in row.report.keys)], key=int) == [
         d.key for d in documents
     ]
-    assert all(pack.limits.fit(documents[int(key)]).misfit for key in skipped)
+    assert all(pack.limits.fit(documents[int(key)]).reject_reason for key in skipped)
     assert max(row.report.segments for row in rows) <= 8
     assert len({row.batch.prefixes is None for row in rows}) == 1
     with pytest.raises(ValueError, match="no multi-token prediction"):

@@ -27,7 +27,7 @@ PACK = PackDocuments(
     context=4,
     layout="whole",
     cuts=4,
-    slot_work=10_000.0,
+    pairs_per_slot=10_000.0,
 )
 SHARE = 64
 

@@ -33,16 +33,16 @@ def test_all_work_is_done_once_and_when_its_input_has_just_come(microbatches: in
         if s:
             assert tick == forward[m, s - 1][0] + 1  # sent at the end of the previous tick
         else:
-            assert schedule.table.enter[tick] == m
+            assert schedule.table.embed[tick] == m
         back = backward[m, s][0]
         if s < stages - 1:
             assert back == backward[m, s + 1][0] + 1
         else:
             assert back == tick
-            assert schedule.table.leave[tick] == m
+            assert schedule.table.head[tick] == m
         if s == 0:
             assert schedule.table.back[back] == m
-    for events in (schedule.table.enter, schedule.table.leave, schedule.table.back):
+    for events in (schedule.table.embed, schedule.table.head, schedule.table.back):
         assert sorted(events[events >= 0].tolist()) == list(range(microbatches))
 
 

@@ -103,7 +103,7 @@ def prompts() -> tuple[Document, ...]:
 
 @functools.cache
 def weights(dtype: str) -> tuple[Any, Any]:
-    """In the canonical form. Small embeddings, so that more than the last token tells what comes next."""
+    """In the checkpoint layout. Small embeddings, so that more than the last token tells what comes next."""
     _, params, buffers = random_state(Blueprint(config_on(MeshConfig(), dtype="float32")).model)
     filled = {**params, "embedding": 0.1 * params["embedding"]}, buffers
     return jax.tree.map(lambda x: x.astype(dtype), filled)

@@ -54,7 +54,7 @@ def named(tree: Any) -> dict[tuple[str, ...], np.ndarray]:
 
 @cache
 def weights_and_gradients() -> tuple[Any, list[Any]]:
-    """In the canonical form; the gradients of a few updates."""
+    """In the checkpoint layout; the gradients of a few updates."""
     model = Blueprint(run_config(MeshConfig(), "muon")).canonical_model
     drawn = [random_state(model, seed)[1] for seed in range(UPDATES + 1)]
     return drawn[0], drawn[1:]

@@ -18,7 +18,13 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.steps.blueprint import Blueprint
-from jaxthd.steps.state import TrainState, abstract_state, canonical_form, canonical_shardings, training_form
+from jaxthd.steps.state import (
+    TrainState,
+    abstract_state,
+    canonical_shardings,
+    checkpoint_layout,
+    device_layout,
+)
 from jaxthd.steps.training import make_train_step
 from tests.helpers import filled_state
 from tests.meshes.batches import CAPACITY, documents
@@ -80,7 +86,7 @@ class Run:
 
     def save(self, folder: Path, state: TrainState) -> None:
         with Checkpoints(folder, 1) as checkpoints:
-            checkpoints.save(int(state.step), canonical_form(state, self.blueprint, self.mesh), {})
+            checkpoints.save(int(state.step), checkpoint_layout(state, self.blueprint, self.mesh), {})
 
     def restored(self, folder: Path) -> TrainState:
         with Checkpoints(folder, 1) as checkpoints:
@@ -88,7 +94,7 @@ class Run:
                 abstract_state(self.blueprint), canonical_shardings(self.blueprint, self.mesh)
             )
         assert found is not None
-        return training_form(found[0], self.blueprint, self.mesh)
+        return device_layout(found[0], self.blueprint, self.mesh)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,11 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import (
     TrainState,
     abstract_state,
-    canonical_form,
     canonical_shardings,
+    checkpoint_layout,
+    device_layout,
     init_state,
     state_shardings,
-    training_form,
 )
 from jaxthd.steps.training import make_train_step
 from tests.helpers import filled_state
@@ -66,7 +66,7 @@ def test_a_device_holds_its_part_of_parameters_and_moments():
 
 def test_a_new_run_has_the_same_parameters_on_every_mesh():
     alone, piped = (config(mesh) for mesh in (MeshConfig(), MESH))
-    got = canonical_form(new_state(piped), Blueprint(piped), make_mesh(MESH))
+    got = checkpoint_layout(new_state(piped), Blueprint(piped), make_mesh(MESH))
     jax.tree.map(np.testing.assert_array_equal, got, new_state(alone))
 
 
@@ -76,13 +76,13 @@ def test_a_new_run_has_the_same_parameters_on_every_mesh():
 def test_the_saved_form_goes_there_and_back_and_takes_no_more_room(mesh_config: MeshConfig):
     chosen, mesh = with_mtp(config(mesh_config)), make_mesh(mesh_config)
     state = filled_state(Blueprint(chosen), mesh)
-    saved = canonical_form(state, Blueprint(chosen), mesh)
+    saved = checkpoint_layout(state, Blueprint(chosen), mesh)
     assert jax.tree.map(lambda x: (x.shape, x.dtype), saved) == jax.tree.map(
         lambda x: (x.shape, x.dtype), abstract_state(Blueprint(chosen))
     )
     assert jax.tree.map(lambda x: x.sharding, saved) == canonical_shardings(Blueprint(chosen), mesh)
     assert bytes_on_a_device(saved, "params") <= 1.1 * bytes_on_a_device(state, "params")
-    again = training_form(saved, Blueprint(chosen), mesh)
+    again = device_layout(saved, Blueprint(chosen), mesh)
     assert jax.tree.map(lambda x: x.sharding, again) == state_shardings(Blueprint(chosen), mesh)
     jax.tree.map(np.testing.assert_array_equal, again, state)
 
@@ -106,7 +106,7 @@ def test_steps_on_a_pipeline_are_those_of_one_device():
             metrics.append(jax.tree.map(float, measured))
         assert step._cache_size() == 1
         results.append(
-            (metrics, jax.tree.map(np.asarray, canonical_form(state, Blueprint(chosen), mesh).buffers))
+            (metrics, jax.tree.map(np.asarray, checkpoint_layout(state, Blueprint(chosen), mesh).buffers))
         )
     (alone, buffers), (piped, piped_buffers) = results
     for a, b in zip(alone, piped, strict=True):

@@ -724,7 +724,7 @@ def test_the_validator_warns_of_exactly_the_audio_capacities_without_room_for_a_
     for frames in range(8, 3 * 144 + 16, 8):
         data = DataConfig(capacity=96, audio_capacity=frames, max_documents=3)
         config = Config(mesh=MeshConfig(context=context), data=data, model=ModelConfig(encoder=encoder))
-        is_packed = not pack_documents(config).limits.fit(document).misfit
+        is_packed = not pack_documents(config).limits.fit(document).reject_reason
         found = findings(config, CPU)
         assert all(finding.is_warning for finding in found)
         assert any("audio_capacity" in finding.found for finding in found) == (not is_packed), frames

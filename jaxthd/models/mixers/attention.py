@@ -20,7 +20,7 @@ from jaxthd.ops.attention.blockwise import BACKEND as BLOCKWISE
 from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.ops.attention.contract import Call
 from jaxthd.ops.attention.ring import gather_in_order, merge, packed_attention, with_sink
-from jaxthd.ops.backend import settled
+from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
 from jaxthd.packing.intervals import KeyIntervals, key_intervals
@@ -59,7 +59,7 @@ class Attention(nnx.Module):
         )
         self.sinks = init.zeros((llm.q_heads,), (heads,)) if llm.attention_sinks else None
         self.head_dim, self.rope, self.window = llm.head_dim, llm.rope, llm.window
-        self.exchange, self.backend = compute.context_exchange, settled(compute.attention_backend)
+        self.exchange, self.backend = compute.context_exchange, resolve_backend(compute.attention_backend)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         return self._attend(x_ND, *self._project(x_ND, segments.sequence_positions), segments)

@@ -23,7 +23,7 @@ from jaxthd.models.mixers.attention import COST_KEYS
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.ops.attention.ring import gather_in_order, gathered_attention, merge, packed_attention
-from jaxthd.ops.backend import settled
+from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
 from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
@@ -53,7 +53,7 @@ class LatentAttention(nnx.Module):
         self.out = Linear(values, llm.dim, init, std=residual_std(values, llm), sharded_in=heads)
         self.sizes, self.rope = latent, llm.rope
         self.scale = latent.qk_head_dim**-0.5 * llm.rope.score_factor
-        self.exchange, self.backend = compute.context_exchange, settled(compute.attention_backend)
+        self.exchange, self.backend = compute.context_exchange, resolve_backend(compute.attention_backend)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         positions_N = segments.sequence_positions

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
-from jaxthd.ops.backend import settled
+from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
@@ -59,7 +59,7 @@ class Mamba2(nnx.Module):
         self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
         self.state = llm.mamba_state
         self.groups, self.mesh = groups, init.mesh
-        self.chunk, self.backend = compute.blocks.scan, settled(compute.scan_backend)
+        self.chunk, self.backend = compute.blocks.scan, resolve_backend(compute.scan_backend)
         self.dt_limit = llm.mamba_dt_limit
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
