@@ -80,8 +80,8 @@ def layer_bytes(
     Every rank holds all parameters. Backward gives the gradients of input and parameters; summing the latter
     over the ranks is not included.
     recompute: the forward pass runs again before the backward one, as in training (compute.remat full).
-    width, split: under the layout "whole", SplitDocuments.width (packing/split_documents.py) and the split documents
-    of the buffer.
+    width, split: under the layout "whole", SplitDocuments.width (packing/split_documents.py) and the split
+    documents of the buffer.
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
