@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Cell, Clip, Example, Turn, question, utterance
+from jaxthd.data.example import Alternative, Cell, Clip, Example, Turn, question, utterance
 from jaxthd.data.sources.columns import LineColumns
 from jaxthd.data.sources.conversations import conversation_turns, own_prompt, refuse_tags
 from jaxthd.data.sources.lines import (
@@ -41,7 +41,7 @@ from jaxthd.data.sources.lines import (
     refuse_marked,
     string,
 )
-from jaxthd.data.sources.preferences import PAIR, history_of, is_preference
+from jaxthd.data.sources.preferences import OF_PREFERENCES, PAIR, alternatives_of, history_of, is_preference
 from jaxthd.data.sources.recordings import (
     LISTS,
     Locate,
@@ -120,6 +120,10 @@ class ManifestSource(LineSource):
         """Returns the path of the line's recording, or a conversation's id. Raises ValueError."""
         return name_of_entry(entry, prompts=self.setting.prompts)
 
+    def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
+        """Returns the answers of a line about preferences; () for most lines. Raises ValueError."""
+        return () if OF_PREFERENCES.isdisjoint(entry) else alternatives_of(entry)
+
 
 def turns_of_entry(
     entry: dict[str, Any],
@@ -141,7 +145,7 @@ def turns_of_entry(
     refuse_marked(entry)
     is_prompt = prompts and not _is_conversation(entry) and not has_text(entry)
     others: tuple[str, ...] = ()
-    if is_prompt or is_preference(entry):
+    if is_prompt or (not OF_PREFERENCES.isdisjoint(entry) and is_preference(entry)):
         turns, others = _prompt(entry, locate, prompt, placeholder)
     elif _is_conversation(entry):
         turns, others = _conversation(entry, locate, placeholder, prompts)

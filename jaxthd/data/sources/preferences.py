@@ -15,7 +15,7 @@ from jaxthd.data.example import Alternative
 from jaxthd.data.sources.lines import Entry, json_object, string
 
 PAIR, LABELLED = ("chosen", "rejected"), ("completion", "label")
-_OF_PREFERENCES = frozenset((*PAIR, *LABELLED))
+OF_PREFERENCES = frozenset((*PAIR, *LABELLED))
 """Fields without which a line is not about preferences."""
 _OF_OTHERS = ("text", "conversations", "messages")
 """Fields of lines for which a label is no preference."""
@@ -23,8 +23,6 @@ _OF_OTHERS = ("text", "conversations", "messages")
 
 def is_preference(entry: Entry) -> bool:
     """Whether a line is about preferences. Fields that are null are absent."""
-    if _OF_PREFERENCES.isdisjoint(entry):  # most lines of a set, in one step
-        return False
     if isinstance(entry.get("label"), bool) and not any(name in entry for name in _OF_OTHERS):
         return True
     return any(entry.get(name) is not None for name in (*PAIR, "completion"))

@@ -222,10 +222,10 @@ class LineSource(FileSource):
     """A source of JSON lines. Keys do not depend on how the lines are divided into files."""
 
     def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
-        """Yields the lines of all files."""
+        """Returns the lines of all files."""
         self.folders = [path.parent for path in named.items]
         """The folder of each file, from which relative paths are taken."""
-        yield from numbered_lines(named.items)
+        return numbered_lines(named.items)
 
     def entry_of(self, item: Line) -> Entry:
         """Returns a line's object. Raises ValueError for what is no JSON object."""
