@@ -83,6 +83,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         """The function, whose time belongs to this cause."""
 
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            """Calls the function; the time of the call belongs to the cause."""
             with self.during(cause):
                 return function(*args, **kwargs)
 
@@ -97,6 +98,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         done: list[float] = []
 
         def wait() -> None:
+            """Notes when the devices are done with `work`."""
             with suppress(Exception):  # an error of the step is raised where its results are read
                 jax.block_until_ready(work)
                 done.append(time.monotonic())
