@@ -131,7 +131,7 @@ class GRPO(Objective):
         return (REFERENCE,) * (self.beta_kl > 0) + (OLD,) * (self.old == "scored")
 
     def counts(self, tokens: Tokens) -> dict[str, Float[Array, ""]]:
-        """What the loss is a mean over, and supervised tokens, of this rank."""
+        """The count that the loss is divided by, and supervised tokens, of this rank."""
         supervised = tokens.weights.sum()
         answers = tokens.share(tokens.supervised_answers().sum(dtype=tokens.weights.dtype))
         of_loss = {"tokens": supervised, "answers": answers, "max_length": answers * self.max_length}

@@ -35,6 +35,11 @@ class Augmentation:
     noises: Sequence[Clip] = ()
     rooms: Sequence[Clip] = ()
 
+    @functools.cached_property
+    def _shares(self) -> dict[str, float]:
+        """The share of the recordings for each kind of change. Raises UserError as config.probabilities."""
+        return self.config.probabilities
+
     def __call__(
         self, samples: Audio, seed: int, epoch: int, key: str, *, changes_speed: bool = True
     ) -> Audio:
@@ -48,7 +53,7 @@ class Augmentation:
         def drawn(kind: str) -> np.random.Generator | None:
             """Returns the random numbers of a kind of change; None where it is not drawn."""
             rng = document_rng(seed, epoch, f"{key}/{kind}")
-            return rng if rng.random() < config.probabilities[kind] else None
+            return rng if rng.random() < self._shares[kind] else None
 
         if changes_speed:
             faster = change_speed(samples, drawn_speed(config, seed, epoch, key))

@@ -77,7 +77,7 @@ class RecordingSource(LineSource):
         return string(entry, "audio_filepath")
 
     def alternatives_of(self, entry: Entry) -> tuple[Alternative, ...]:
-        """Returns no answers, whatever the line has."""
+        """Returns no answers for any line."""
         return ()
 
 
