@@ -128,7 +128,7 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     kept = [pattern[1:] for pattern in adapt.freeze if pattern.startswith("!")]
 
     def is_trained(path: Path) -> bool:
-        """Whether the parameter trains: LoRA, kept ones, and in parts without LoRA all that are not frozen."""
+        """Whether the parameter trains: LoRA, kept ones, and others not frozen in parts without LoRA."""
         if is_lora(path) or matches(dotted(path), kept):
             return True
         return part_of(path) not in has_lora and not matches(dotted(path), frozen)
