@@ -9,8 +9,8 @@ batches. --check exits 1 and lists the claims that fail:
   that grows is, on each of 4 ranks, at most 0.3 of that on one rank;
 - a Mamba layer exchanges the same bytes at 8k and 64k tokens, and as many as a formula gives; so does a layer
   of the gated delta rule;
-- under the layout "whole" a layer exchanges nothing for a buffer in which no document is cut (padding, steps
-  skipped and evenness: docs/decisions/context_layouts.md);
+- under the layout "whole" a layer exchanges nothing for a buffer in which no document is split (padding,
+  steps skipped and evenness: docs/decisions/context_layouts.md);
 - attention executes the smallest number of blocks that the mask allows;
 - 64 experts cost at most 1.3 times the flops of 8.
 
@@ -146,7 +146,7 @@ def bytes_section(contexts: Sequence[int], lengths: tuple[int, int]) -> list[Cla
 
 
 def layouts_section(contexts: Sequence[int], tokens: int) -> list[Claim]:
-    """What a layer exchanges under each layout; under "whole", of a buffer with no, one or the most cut
+    """What a layer exchanges under each layout; under "whole", of a buffer with no, one or the most split
     documents."""
     whole = replace(COMPUTE, context_layout="whole")
     rows, claims = [], []
@@ -154,13 +154,13 @@ def layouts_section(contexts: Sequence[int], tokens: int) -> list[Claim]:
         for context in contexts:
             received = partial(layer_bytes, kind, context, tokens)
             taken = partial(received, compute=whole)
-            none, one, most = taken(), taken(width=1, cut=1), taken(width=2, cut=whole.context_cuts)
+            none, one, most = taken(), taken(width=1, split=1), taken(width=2, split=whole.context_splits)
             rows.append([kind, context, received(), none, one, most])
-            text = f"{kind} at context {context} exchanges {none:,} bytes under whole where nothing is cut"
+            text = f"{kind} at context {context} exchanges {none:,} bytes under whole where nothing is split"
             claims.append(Claim(text, not none))
     show(
         f"Bytes a device receives in a layer for a buffer of {tokens:,} tokens, by layout; as above",
-        "layer|context|buffer|whole, nothing cut|one, up to a quarter of the slots|most",
+        "layer|context|buffer|whole, nothing split|one, up to a quarter of the slots|most",
         rows,
     )
     return claims

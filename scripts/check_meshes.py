@@ -10,8 +10,8 @@ several rounds. A few more runs adapt the model by LoRA and frozen parameters.
 They are compared with a dense model, which has neither: the gradient dW of the dense w + s a b gives those
 of a and b as s dW b^T and s a^T dW. A few have multi-token prediction and a CTC loss, a few the blocks of
 Qwen3, Qwen3-Next, GPT-OSS or DeepSeek-V3. Some keep documents whole on a context rank where they fit; in some
-of these no document of a row is cut, one, the most, and one that fills the buffer. The last ones have stages
-that differ, under each layout and whether blocks are recomputed or not.
+of these no document of a row is split, one, the most, and one that fills the buffer. The last ones have
+stages that differ, under each layout and whether blocks are recomputed or not.
 
 The model has all four mixers (two such units), experts over the data and context ranks, and audio. A batch is
 32 ragged rows in 4 microbatches, one of which is all padding. A microbatch holds the same rows on every mesh,
@@ -52,8 +52,8 @@ from tests.meshes.runs import KINDS, variants
 
 
 def show(rows: Sequence[dict[str, Any]]) -> str:
-    columns = "|stages|exchange|layout|cut|residual|adapted|MTP|loss|error|at most|seconds"
-    names = ("mesh", "stages", "exchange", "layout", "cut", "residual", "adapted", "mtp")
+    columns = "|stages|exchange|layout|split|residual|adapted|MTP|loss|error|at most|seconds"
+    names = ("mesh", "stages", "exchange", "layout", "split", "residual", "adapted", "mtp")
     cells = [
         [
             *(r[name] for name in names),

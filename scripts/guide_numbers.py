@@ -56,8 +56,8 @@ class Buffer(NamedTuple):
 
 def document_order(batch: Batch, row: int, config: Config) -> Buffer:
     """A row of the batch, in the order before it was laid out over the context ranks of `config`."""
-    ids, cuts = np.asarray(batch.segment_ids)[row], batch.cuts_of(row)
-    back = ContextLayout.of(config).inverse(ids, cuts)
+    ids, splits = np.asarray(batch.segment_ids)[row], batch.splits_of(row)
+    back = ContextLayout.of(config).inverse(ids, splits)
     audio_slots = batch.audio_slots if batch.has_audio else np.full_like(batch.segment_ids, -1)
     fields = batch.documents, batch.segment_ids, batch.positions, audio_slots, batch.weights
     return Buffer(*(np.asarray(x)[row][back] for x in fields))

@@ -40,10 +40,10 @@ def document_with_answers(
     return Document(**vars(spliced) | {"extras": numbers, "answers": tuple(lengths.tolist())})
 
 
-def with_most_cut(
+def with_most_split(
     documents: Sequence[Document], context: int, capacity: int, *, share_prompts: bool = True
 ) -> dict[str, Any]:
-    """pack_row's arguments for the layout "whole": as many documents of the row are cut as can be."""
+    """pack_row's arguments for the layout "whole": as many documents of the row are split as can be."""
     if context == 1:
         return {"layout": "whole"}
     shares = Shares(context, capacity, 3)

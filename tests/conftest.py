@@ -67,7 +67,7 @@ LONGEST = (
     "models/test_adapt.py",
     "test_grpo.py",
     "ops/test_prefixes.py",
-    "ops/test_cuts.py",
+    "ops/test_split_documents.py",
     "steps/test_state.py",
     "test_cached_reference.py",
     "steps/test_optimizer.py",

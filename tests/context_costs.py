@@ -73,22 +73,23 @@ def layer_bytes(
     *,
     recompute: bool = False,
     width: int = 0,
-    cut: int = 0,
+    split: int = 0,
 ) -> int:
     """Bytes the busiest device receives in one block of the decoder, forward and backward.
 
     Every rank holds all parameters. Backward gives the gradients of input and parameters; summing the latter
     over the ranks is not included.
     recompute: the forward pass runs again before the backward one, as in training (compute.remat full).
-    width, cut: under the layout "whole", packing.cuts.CutDocuments.width and the cut documents of the buffer.
+    width, split: under the layout "whole", SplitDocuments.width (packing/split_documents.py) and the split
+    documents of the buffer.
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
     block = nnx.eval_shape(lambda: Block(kind, llm, Init(jax.random.key(0)), compute))
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
-    def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, cuts: Any, dy_ND: Any) -> Any:
-        more = {"cuts_RK": cuts} if compute.layout == "whole" else {}
+    def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, splits: Any, dy_ND: Any) -> Any:
+        more = {"splits_RK": splits} if compute.layout == "whole" else {}
         segments = make_segments(
             ids, positions, block=compute.blocks.attention, axis=CONTEXT, layout=compute.layout, **more
         )
@@ -109,10 +110,10 @@ def layer_bytes(
     )
     x_ND = jax.ShapeDtypeStruct((tokens, llm.dim), jnp.float32)
     index = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
-    cuts = jax.ShapeDtypeStruct((1, compute.context_cuts), jnp.int32)
-    program = compiled(step, *states, x_ND, index, index, cuts, x_ND)
+    splits = jax.ShapeDtypeStruct((1, compute.context_splits), jnp.int32)
+    program = compiled(step, *states, x_ND, index, index, splits, x_ND)
     received = received_bytes(
-        program.as_text(), sizes, lambda name: float(cut), lambda branches: min(width, branches - 1)
+        program.as_text(), sizes, lambda name: float(split), lambda branches: min(width, branches - 1)
     )
     return int(sum(received.values(), np.zeros(context)).max())
 

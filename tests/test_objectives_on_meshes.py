@@ -28,7 +28,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.alone import parts
-from tests.answers import alone, with_most_cut
+from tests.answers import alone, with_most_split
 from tests.helpers import assert_same
 from tests.meshes.gradients import canonical_state
 from tests.meshes.models import MODEL
@@ -126,7 +126,7 @@ def pack(mesh: MeshConfig, layout: Any, share_prompts: bool) -> Batch:
     for row in rows():
         more = {"layout": layout}
         if layout == "whole":
-            more = with_most_cut(row, mesh.context, capacity, share_prompts=share_prompts)
+            more = with_most_split(row, mesh.context, capacity, share_prompts=share_prompts)
         packed.append(pack_row(row, **sizes, **more, answers=True, share_prompts=share_prompts)[0])
     return concatenate_rows(packed)
 

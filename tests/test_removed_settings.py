@@ -61,6 +61,7 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "compute.scan_backend": ("xla", {"compute.scan_backend": "xla"}),
     "compute.kernels_unverified": (True, {}),
     "compute.mamba_chunk": (128, {}),
+    "compute.context_cuts": (4, {"compute.context_splits": 4}),
     "compute.remat_encoder": (False, {"compute.remat": "none"}),
     "compute.remat_llm": (False, {"compute.remat": "none"}),
     "compute.remat_keep": ("products", {"compute.remat": "selective"}),

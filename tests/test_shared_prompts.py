@@ -22,7 +22,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.alone import parts
-from tests.answers import alone, with_most_cut
+from tests.answers import alone, with_most_split
 from tests.helpers import assert_same
 from tests.meshes.gradients import canonical_state
 from tests.meshes.models import MIXED
@@ -87,7 +87,7 @@ def pack(mesh: MeshConfig, layout: Any = "buffer", share_prompts: bool = True) -
     for row in documents():
         more = {"layout": layout}
         if layout == "whole":
-            more = with_most_cut(row, mesh.context, sizes["capacity"], share_prompts=share_prompts)
+            more = with_most_split(row, mesh.context, sizes["capacity"], share_prompts=share_prompts)
         rows.append(pack_row(row, **sizes, **more, answers=True, share_prompts=share_prompts)[0])
     batch = concatenate_rows(rows)
     assert (batch.prefixes is not None) == share_prompts
@@ -188,7 +188,7 @@ def test_exchange_and_layout_are_free_to_choose(mesh, layout, exchange):
     compute = replace(config.compute, context_exchange=exchange, context_layout=layout)
     batch = pack(mesh, layout)
     if layout == "whole":
-        assert (batch.cuts > 0).any()
+        assert (batch.splits > 0).any()
         assert batch.prefixes.any()
     loss, gradients = loss_and_gradients(replace(config, compute=compute), batch)
     np.testing.assert_allclose(loss, written_out()[0], rtol=1e-10)

@@ -56,7 +56,7 @@ class ComputeConfig:
     of the buffer.
     "auto": a training run chooses by the lengths of its documents, and keeps the choice in its workdir; other
     commands, and objectives that compare answers, use "buffer"."""
-    context_cuts: Index = 8
+    context_splits: Index = 8
     """Under the layout "whole": the most documents of a buffer that are divided. Others that could not stay
     whole go into the next buffer. 0: none, so mixers exchange nothing, and a document that is longer than a
     rank's share of the buffer is skipped and listed."""

@@ -160,6 +160,9 @@ REMOVED: dict[str, dict[str, Removed]] = {
             True, "experts are sharded over the data and context ranks that divide their number"
         ),
         "mamba_chunk": Removed(64, _SIZES),
+        "context_cuts": Removed(
+            8, "compute.context_splits has it", lambda value, fields: {"context_splits": value}
+        ),
         "remat_encoder": Removed(True, _REMAT, _kept),
         "remat_llm": Removed(True, _REMAT, _kept),
         "remat_keep": Removed("nothing", _REMAT, _kept_of_recomputed),

@@ -275,7 +275,7 @@ def make_loader(
     sources: random access to the items (manifest lines) of one data set each.
     load(item, epoch): returns the item's Document, or a Skipped that says why there is none. Its random
         draws must depend only on the item and the epoch. With workers it is pickled.
-    config: data.*, mesh.context, mesh.audio_ranks, compute.context_layout, compute.context_cuts and model
+    config: data.*, mesh.context, mesh.audio_ranks, compute.context_layout, compute.context_splits and model
         are used. The order of epoch e is a function of (data.seed, e).
     rows: the rows that this process reads; its batches hold only these. None: all data.rows.
     repeat: True: endless, with a new order every epoch. False: one epoch, with every document once.

@@ -131,7 +131,7 @@ class PackDocuments(Sequence[Any]):
     layout: LayoutKind = "buffer"
     """What is divided over the context ranks: the whole buffer; or, "whole", only documents that must be, and
     each other one stays on one rank."""
-    cuts: int = 8
+    splits: int = 8
     """Under "whole": the most documents of a buffer that are divided; 0: none."""
     pairs_per_slot: float = 0.0
     """Under "whole": what a token slot costs a rank besides attention, in query-key pairs. More documents are
@@ -139,7 +139,7 @@ class PackDocuments(Sequence[Any]):
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
     longest_chunk: int = 0
-    """Mel frames of the model's longest encoder chunk, the most that can be cut over ranks: documents with
+    """Mel frames of the model's longest encoder chunk, the most that can be split over ranks: documents with
     longer ones are skipped. 0: not known."""
     shuffle_seed: int | None = None
     """Seed of grain's shuffle of the open buffers when it yields them; None: in order, the emptiest last."""
@@ -174,8 +174,10 @@ class PackDocuments(Sequence[Any]):
                 "capacity, max_documents, packing_bins, round_to and window must be at least 1: "
                 f"{self.capacity}, {self.max_documents}, {self.packing_bins}, {self.round_to}, {self.window}"
             )
-        if self.cuts < 0:
-            raise UserError(f"cuts is {self.cuts}; expected at least 0, the most documents that are cut")
+        if self.splits < 0:
+            raise UserError(
+                f"splits is {self.splits}; expected at least 0, the most documents that are split"
+            )
         if self.audio_capacity < 0 or self.audio_ranks < 1:
             raise UserError(
                 f"audio_capacity is {self.audio_capacity} and audio_ranks {self.audio_ranks}; expected at "
@@ -203,7 +205,7 @@ class PackDocuments(Sequence[Any]):
         if self.layout != "whole" or self.context == 1:
             return None
         most = self.max_documents, self.audio_capacity
-        return Shares(self.context, self.capacity, self.cuts, self.pairs_per_slot, *most)
+        return Shares(self.context, self.capacity, self.splits, self.pairs_per_slot, *most)
 
     def __call__(self, documents: Any) -> grain.IterDataset:
         """The dataset of PackedRow. A MapDataset is read without threads; convert it first for others.
@@ -360,7 +362,7 @@ def pack_documents(
         round_to=data.round_to,
         context=config.mesh.context,
         layout=config.compute.layout,
-        cuts=config.compute.context_cuts,
+        splits=config.compute.context_splits,
         pairs_per_slot=pairs_per_slot(config),
         audio_ranks=config.mesh.audio_ranks,
         longest_chunk=encoder.chunk_frames if encoder else 0,

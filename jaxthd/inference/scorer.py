@@ -58,7 +58,7 @@ class Scorer:
         scores = make_scoring_step(blueprint, mesh, top_k)
 
         def run(params: Tree, buffers: Tree, batch: Batch) -> tuple[TokenScores, tuple[Any, ...]]:
-            whose = batch.tokens, batch.weights, batch.segment_ids, batch.documents, batch.cuts
+            whose = batch.tokens, batch.weights, batch.segment_ids, batch.documents, batch.splits
             return scores(params, buffers, batch), whose
 
         # Every process gets all rows' scores, and the tokens of rows that it did not read.
@@ -73,10 +73,10 @@ class Scorer:
             batch = supervising_every_token(batch, self._config) if self._every_token else batch
             on_mesh = put_batch(batch, self._mesh)
             found = jax.tree.map(np.asarray, self._step(weights.params, weights.buffers, on_mesh))
-            scores, (tokens_RT, weights_RT, ids_RT, documents_RT, cuts_RC) = found
+            scores, (tokens_RT, weights_RT, ids_RT, documents_RT, splits_RC) = found
             for row, keys in enumerate(batches.keys(report)):
-                cuts = None if cuts_RC is None else cuts_RC[row]
-                slots_of_documents = _slots(ids_RT[row], self._config, cuts, documents_RT[row])
+                splits = None if splits_RC is None else splits_RC[row]
+                slots_of_documents = _slots(ids_RT[row], self._config, splits, documents_RT[row])
                 for key, slots in zip(keys, slots_of_documents, strict=True):
                     at = np.flatnonzero(weights_RT[row][slots])
                     here = [x[row][slots[at]] for x in jax.tree.leaves(scores)]
@@ -91,11 +91,11 @@ class Scorer:
 def _slots(
     segment_ids: Int32[np.ndarray, " T"],
     config: Config,
-    cuts: Int32[np.ndarray, " C"] | None,
+    splits: Int32[np.ndarray, " C"] | None,
     document_ids: Int32[np.ndarray, " T"] | None = None,
 ) -> list[Int[np.ndarray, "..."]]:
     """The slots of each document's tokens, or of each segment's, in the laid-out row."""
-    return ContextLayout.of(config).document_slots(segment_ids, document_ids, cuts)
+    return ContextLayout.of(config).document_slots(segment_ids, document_ids, splits)
 
 
 def of_document(scores: DocumentScores, document: Document, share_prompts: bool) -> DocumentScores:
@@ -111,7 +111,7 @@ def supervising_every_token(batch: Batch, config: Config) -> Batch:
     """The host batch, with every position supervised whose next token is text of the same document."""
     targets, weights = np.zeros_like(batch.targets), np.zeros_like(batch.weights)
     for row, ids in enumerate(batch.segment_ids):
-        for slots in _slots(ids, config, batch.cuts_of(row)):
+        for slots in _slots(ids, config, batch.splits_of(row)):
             at, after = slots[:-1], slots[1:]
             is_text = ~batch.is_audio[row, after]
             weights[row, at] = is_text

@@ -30,7 +30,7 @@ RECTANGLES = (
     [(1, 151, 20, 90), (215, 312, 200, 260)],
 )
 """(first query, end, first key, end) of each rectangle of each remote call: as from an earlier rank and from
-a later one under the whole-buffer layout, and as of cut documents."""
+a later one under the whole-buffer layout, and as of split documents."""
 MOST = 6
 """Most documents that the calls are told of: more than there are, so that some packed segments stay empty."""
 BLOCK = 64

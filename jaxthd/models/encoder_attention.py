@@ -37,7 +37,7 @@ class Clips(NamedTuple):
     frames: the number of valid frames on all ranks.
     attention: how it is computed (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
-    neighbours: of the ranks that clips are cut over; None where they lie whole on this rank. waves: the
+    neighbours: of the ranks that clips are split over; None where they lie whole on this rank. waves: the
     cosines and sines of the neighbours' window, in the compute dtype.
     """
 
@@ -139,7 +139,7 @@ class RelativeAttention(nnx.Module):
             o_EHd = own(*given)
         else:
             with_window = partial(over_ranks, clips.neighbours)
-            o_EHd = jax.lax.cond(clips.neighbours.is_cut, with_window, own, *given)
+            o_EHd = jax.lax.cond(clips.neighbours.is_split, with_window, own, *given)
         return self.out(o_EHd.reshape(x_ED.shape))
 
     def _own(self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips) -> Array:

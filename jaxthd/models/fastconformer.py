@@ -176,7 +176,7 @@ class FastConformer(nnx.Module):
         train: BatchNorm uses the statistics of all ranks' valid frames if True, else the running statistics.
         axes: the mesh axes over which clips are sharded; () on a single device. Every rank of these axes must
             call this, even without clips.
-        row_axes: those of them whose ranks share a row. A clip may be cut over these ranks, if it is no
+        row_axes: those of them whose ranks share a row. A clip may be split over these ranks, if it is no
             longer than config.chunk_frames; it goes on at the start of the next rank's frames, with the same
             id, which no other clip of the row has. Else the result is NaN.
 
@@ -200,7 +200,7 @@ class FastConformer(nnx.Module):
             angle_SF = neighbours.positions.reshape(-1, 1).astype(acc) * w_F
             waves_SX = jnp.concatenate([jnp.cos(angle_SF), jnp.sin(angle_SF)], axis=-1)
             clips = clips._replace(neighbours=neighbours, waves=waves_SX.astype(x_ED.dtype))
-            is_too_long = neighbours.is_cut & (segments.positions >= self.longest).any()
+            is_too_long = neighbours.is_split & (segments.positions >= self.longest).any()
             x_ED = jnp.where(is_too_long, jnp.nan, x_ED)
 
         def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
@@ -221,7 +221,7 @@ class FastConformer(nnx.Module):
             return subsampling(mels_AM, mel_mask_A, start_E) * self.scale
         rows, frames = segments.rows, segments.row_length
         mels_RAM = mels_AM.reshape(rows, -1, mels_AM.shape[1])
-        mels_RAM = extended(mels_RAM, SUBSAMPLING, 0, neighbours.is_cut, neighbours.axes)
+        mels_RAM = extended(mels_RAM, SUBSAMPLING, 0, neighbours.is_split, neighbours.axes)
         start_RE = start_E.reshape(rows, frames)
         # A chunk that goes on here has filled the frame before.
         before_R8 = jnp.repeat(~start_RE[:, :1], SUBSAMPLING, axis=1)

@@ -160,7 +160,7 @@ class SpeechLM(nnx.Module):
             layout=self.compute.layout,
             documents=self.max_documents,
             uniform_program=uniform_program,
-            cuts_RK=batch.cuts,
+            splits_RK=batch.splits,
             alike=(DATA,) if axes and uniform_program and self.compute.context_exchange == "ring" else (),
             window=self.window,
         )

@@ -35,7 +35,7 @@ def causal_conv(
     """
     segments = segments.for_mixers
     reach = len(w_KC) - 1
-    own = segments if segments.cut is None else segments.cut.own
+    own = segments if segments.splits is None else segments.splits.own
     x_RSLC = own.split(x_NC)
     if x_RSLC.shape[2] < reach and own.context > 1:
         raise ValueError(
@@ -99,30 +99,30 @@ def _added_by(last_EkC: Array, w_KC: Array) -> Array:
 
 def _from_chunks(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
     """Under the layout "whole": what the last tokens of the context chunk before add to the first k tokens of
-    each context chunk of a cut document. Exchanged only if there are cut documents.
+    each context chunk of a split document. Exchanged only if there are split documents.
     """
-    cut, (taps, channels) = segments.cut, w_KC.shape
-    if cut is None or taps == 1:
+    split, (taps, channels) = segments.splits, w_KC.shape
+    if split is None or taps == 1:
         return None
     reach = taps - 1
-    at_REk = cut.begin[..., None] + jnp.arange(reach, dtype=jnp.int32)
-    at_REk = jnp.where(cut.begin[..., None] >= 0, at_REk, -1)
-    here_F = cut.own.local_index(at_REk.reshape(segments.rows, -1))
+    at_REk = split.begin[..., None] + jnp.arange(reach, dtype=jnp.int32)
+    at_REk = jnp.where(split.begin[..., None] >= 0, at_REk, -1)
+    here_F = split.own.local_index(at_REk.reshape(segments.rows, -1))
 
     def exchanged(x_NC: Array, w_KC: Array) -> Array:
         """Additions [E, k, C], from the last tokens of the context chunks before."""
-        last_EkC = last_inputs(x_NC, cut.begin, cut.end, taps, cut.own)
-        last_RK2kC = last_EkC.reshape(*cut.slots.chunk.shape, 2, *last_EkC.shape[1:])
+        last_EkC = last_inputs(x_NC, split.begin, split.end, taps, split.own)
+        last_RK2kC = last_EkC.reshape(*split.slots.chunk.shape, 2, *last_EkC.shape[1:])
         last, (first, second) = gathered_chunks(last_RK2kC, 2, segments)
         before = jnp.pad(last, [(1, 0)] + [(0, 0)] * (last.ndim - 1))
         before_RK2kC = jnp.stack([before[first], before[second]], axis=2)
         return _added_by(before_RK2kC.reshape(last_EkC.shape), w_KC)
 
     def none(x_NC: Array, w_KC: Array) -> Array:
-        """Zeros in their place: no document is cut."""
-        return jnp.zeros((cut.end.size, reach, channels), accumulation_dtype(x_NC))
+        """Zeros in their place: no document is split."""
+        return jnp.zeros((split.end.size, reach, channels), accumulation_dtype(x_NC))
 
-    added_EkC = jax.lax.cond(cut.width > 0, exchanged, none, x_NC, w_KC)
+    added_EkC = jax.lax.cond(split.width > 0, exchanged, none, x_NC, w_KC)
     return _More(jnp.where(here_F >= 0, here_F, len(x_NC)), added_EkC.reshape(-1, channels))
 
 
@@ -247,35 +247,35 @@ def centered_conv(
 ) -> Float[Array, "N C"]:
     """y[i] = sum_d w[d + K // 2] x[i + d], |d| <= K // 2, over the taps that stay inside the document.
 
-    K is odd. The encoder's documents are clips. neighbours: of the ranks that clips are cut over; None: clips
-    lie whole on this rank.
+    K is odd. The encoder's documents are clips. neighbours: of the ranks that clips are split over; None:
+    clips lie whole on this rank.
     """
     assert segments.context == 1
     if neighbours is None:
         return _centered(_Rows(segments.rows, ()), x_NC, w_KC, segments.positions, segments.remaining, None)
     rows = _Rows(segments.rows, neighbours.axes)
-    return _centered(rows, x_NC, w_KC, segments.positions, neighbours.remaining, neighbours.is_cut)
+    return _centered(rows, x_NC, w_KC, segments.positions, neighbours.remaining, neighbours.is_split)
 
 
 class _Rows(NamedTuple):
-    """axes: of the mesh, over which clips may be cut; () where none is."""
+    """axes: of the mesh, over which clips may be split; () where none is."""
 
     rows: int
     axes: tuple[str, ...]
 
-    def around(self, x_NC: Array, half: int, is_cut: Array | None) -> Array:
+    def around(self, x_NC: Array, half: int, is_split: Array | None) -> Array:
         """The rows' tokens and `half` more before and after: [R, M, C], or of all rows together [1, M, C]."""
-        if is_cut is None:
+        if is_split is None:
             return jnp.pad(x_NC, ((half, half), (0, 0)))[None]
-        return extended(x_NC.reshape(self.rows, -1, x_NC.shape[1]), half, half, is_cut, self.axes)
+        return extended(x_NC.reshape(self.rows, -1, x_NC.shape[1]), half, half, is_split, self.axes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _centered(
-    rows: _Rows, x_NC: Array, w_KC: Array, positions_N: Array, remaining_N: Array, is_cut: Array | None
+    rows: _Rows, x_NC: Array, w_KC: Array, positions_N: Array, remaining_N: Array, is_split: Array | None
 ) -> Array:
     """Only x is kept for the backward pass, as in _convolved."""
-    around_RMC = rows.around(x_NC, len(w_KC) // 2, is_cut)
+    around_RMC = rows.around(x_NC, len(w_KC) // 2, is_split)
     return _sum_of(w_KC, _seen_around(around_RMC, len(w_KC), positions_N, remaining_N))
 
 
@@ -298,24 +298,24 @@ def _sum_of(w_KC: Array, seen: list[Array]) -> Array:
 
 
 def _centered_forward(rows: _Rows, x_NC: Array, *given: Any) -> tuple[Array, tuple[Any, ...]]:
-    w_KC, positions_N, remaining_N, is_cut = given
-    around_RMC = rows.around(x_NC, len(w_KC) // 2, is_cut)
+    w_KC, positions_N, remaining_N, is_split = given
+    around_RMC = rows.around(x_NC, len(w_KC) // 2, is_split)
     y_NC = _sum_of(w_KC, _seen_around(around_RMC, len(w_KC), positions_N, remaining_N))
-    return y_NC, (x_NC if is_cut is None else around_RMC, *given)
+    return y_NC, (x_NC if is_split is None else around_RMC, *given)
 
 
 def _centered_backward(rows: _Rows, given: tuple[Any, ...], dy_NC: Array) -> tuple[Any, ...]:
     """A token is seen by those that it sees, through the taps in reverse."""
-    kept, w_KC, positions_N, remaining_N, is_cut = given
+    kept, w_KC, positions_N, remaining_N, is_split = given
     taps = len(w_KC)
     # As in _convolved: what the taps saw is computed again, and is not kept for both passes.
     kept, dy_NC = jax.lax.optimization_barrier((kept, dy_NC))
-    around_RMC = rows.around(kept, taps // 2, None) if is_cut is None else kept
+    around_RMC = rows.around(kept, taps // 2, None) if is_split is None else kept
     seen = _seen_around(around_RMC, taps, positions_N, remaining_N)
     # Not jnp.sum: where that widens its sums, a GPU's kernel computes fewer of them at a time.
     zero = jnp.zeros((), dy_NC.dtype)
     dw_KC = jnp.stack([jax.lax.reduce(dy_NC * x_NC, zero, jax.lax.add, (0,)) for x_NC in seen])
-    around_RMC = rows.around(dy_NC, taps // 2, is_cut)
+    around_RMC = rows.around(dy_NC, taps // 2, is_split)
     dx_NC = _sum_of(w_KC[::-1], _seen_around(around_RMC, taps, positions_N, remaining_N))
     return dx_NC, dw_KC, None, None, None
 

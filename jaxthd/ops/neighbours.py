@@ -1,6 +1,6 @@
-"""Exchange with neighbours for encoder chunks that are cut over the ranks that share a buffer.
+"""Exchange with neighbours for encoder chunks that are split over the ranks that share a buffer.
 
-The encoder frames of a row lie on these ranks one after the other, so a chunk that is cut goes on at the
+The encoder frames of a row lie on these ranks one after the other, so a chunk that is split goes on at the
 start of the next rank's frames. A convolution needs a few frames beyond both ends of a rank's share,
 attention the keys and values of up to a chunk.
 
@@ -25,14 +25,14 @@ MOST_SENDS = 4
 class Neighbours(NamedTuple):
     """The window around this rank's frames in the row, and the chunks in it.
 
-    axes: of the mesh; their ranks share a row. is_cut: whether any chunk of any row is cut, the same on all
-    ranks of the mesh. reach: frames of the window before this rank's, and after them.
+    axes: of the mesh; their ranks share a row. is_split: whether any chunk of any row is split, the same on
+    all ranks of the mesh. reach: frames of the window before this rank's, and after them.
     ids, positions: of the window's frames, as in Segments; 0 beyond the row. remaining: frames of the chunk
     after each of this rank's frames. keys: the window's frames that each of this rank's frames sees.
     """
 
     axes: tuple[str, ...]
-    is_cut: Bool[Array, ""]
+    is_split: Bool[Array, ""]
     reach: int
     ids: Int32[Array, "R S"]
     positions: Int32[Array, "R S"]
@@ -76,7 +76,7 @@ def make_neighbours(
     frames = segments.row_length
     reach = min(reach, frames * (ranks - 1))
     ids_RE, positions_RE = (x.reshape(segments.rows, -1) for x in (segments.ids, segments.positions))
-    is_cut = jax.lax.pmax((positions_RE[:, 0] > 0).any().astype(jnp.int32), mesh_axes) > 0
+    is_split = jax.lax.pmax((positions_RE[:, 0] > 0).any().astype(jnp.int32), mesh_axes) > 0
     window_RS2 = around(jnp.stack([ids_RE, positions_RE], axis=-1), reach, reach, axes)
     ids_RS, positions_RS = window_RS2[..., 0], window_RS2[..., 1]
     slot_S = jnp.arange(ids_RS.shape[1], dtype=jnp.int32)
@@ -88,16 +88,16 @@ def make_neighbours(
     row_R1 = len(slot_S) * jnp.arange(segments.rows, dtype=jnp.int32)[:, None]
     lo_N, hi_N = (jnp.where(is_real_RE, row_R1 + x, 0).reshape(-1) for x in (first_RE, stop_RE))
     keys = key_intervals(lo_N, hi_N, segments.block)
-    return Neighbours(axes, is_cut, reach, ids_RS, positions_RS, remaining_RE.reshape(-1), keys)
+    return Neighbours(axes, is_split, reach, ids_RS, positions_RS, remaining_RE.reshape(-1), keys)
 
 
 def extended(
-    x_RE: Shaped[Array, "R n ..."], before: int, after: int, is_cut: Bool[Array, ""], axes: tuple[str, ...]
+    x_RE: Shaped[Array, "R n ..."], before: int, after: int, is_split: Bool[Array, ""], axes: tuple[str, ...]
 ) -> Shaped[Array, "R m ..."]:
-    """x with so many frames of the ranks before and after; 0 beyond the row, and if no chunk is cut."""
+    """x with so many frames of the ranks before and after; 0 beyond the row, and if no chunk is split."""
     padding = [(0, 0), (before, after), *[(0, 0)] * (x_RE.ndim - 2)]
     from_ranks = partial(around, before=before, after=after, axes=axes)
-    return jax.lax.cond(is_cut, from_ranks, lambda x: jnp.pad(x, padding), x_RE)
+    return jax.lax.cond(is_split, from_ranks, lambda x: jnp.pad(x, padding), x_RE)
 
 
 def around(

@@ -1,7 +1,7 @@
-"""Assigns a buffer's documents to context ranks: whole where they fit, a few of the longest cut.
+"""Assigns a buffer's documents to context ranks: whole where they fit, a few of the longest split.
 
 This is the layout "whole" (packing/layout.py). A document that fits a rank's share of the buffer stays on one
-rank, where nothing of it needs to be exchanged. A longer one is cut into 2 * context equal context chunks,
+rank, where nothing of it needs to be exchanged. A longer one is split into 2 * context equal context chunks,
 two for each rank, as DualChunkSwap does. So are the longest others where whole documents alone would leave
 much of the ranks' shares empty, up to a number that is fixed.
 
@@ -21,14 +21,14 @@ from jaxthd.config import Config
 from jaxthd.packing.layout import DualChunkSwap
 
 LAYER_KINDS_OF_WHOLE = "*DEMLW-"
-"""Letters of the layers that can pass what cut documents need, and nothing else."""
+"""Letters of the layers that can pass what split documents need, and nothing else."""
 LEAST_CHUNK = 4
-"""Fewest slots of a cut document's context chunk: a convolution's taps then reach only the chunk before."""
+"""Fewest slots of a split document's context chunk: a convolution's taps then reach only the chunk before."""
 FULL = 0.97
 """A row is full enough if documents take this much of its slots, of max_documents, or of audio_capacity: then
-no more of them are cut."""
+no more of them are split."""
 EVEN_ENOUGH = 1.03
-"""The busiest rank's work over the mean at which no more documents are cut for it."""
+"""The busiest rank's work over the mean at which no more documents are split for it."""
 EVEN = 1.005
 """The busiest rank's attention over the mean at which the exchange of documents between ranks ends."""
 PARTS = 1, 2, 4, 8
@@ -49,29 +49,29 @@ def pairs_per_slot(config: Config) -> float:
 
 
 class Placement(NamedTuple):
-    """Where a row's documents lie. cut: those that are cut, in the order of their slots. whole: by rank, its
-    whole documents in the order of theirs. Numbers of documents in a given sequence.
+    """Where a row's documents lie. split: those that are split, in the order of their slots. whole: by rank,
+    its whole documents in the order of theirs. Numbers of documents in a given sequence.
     """
 
-    cut: tuple[int, ...]
+    split: tuple[int, ...]
     whole: tuple[tuple[int, ...], ...]
 
     @property
     def order(self) -> list[int]:
         """All of the row's documents, in the order of their segment ids."""
-        return [*self.cut, *(document for of_rank in self.whole for document in of_rank)]
+        return [*self.split, *(document for of_rank in self.whole for document in of_rank)]
 
     def renumbered(self) -> "Placement":
         """The placement of the documents `order`, given in this order."""
         number = {document: i for i, document in enumerate(self.order)}
         whole = tuple(tuple(number[i] for i in of_rank) for of_rank in self.whole)
-        return Placement(tuple(number[i] for i in self.cut), whole)
+        return Placement(tuple(number[i] for i in self.split), whole)
 
 
 class Size(NamedTuple):
     """A document's demand. slots: if it stays whole. work: of its attention, in query-key pairs.
 
-    segments, frames: of the row's max_documents and audio_capacity. Only one segment can be cut.
+    segments, frames: of the row's max_documents and audio_capacity. Only one segment can be split.
     """
 
     slots: int
@@ -80,7 +80,7 @@ class Size(NamedTuple):
     frames: int = 0
 
     @property
-    def can_be_cut(self) -> bool:
+    def can_be_split(self) -> bool:
         """Whether context ranks may divide the document: it is one segment."""
         return self.segments == 1
 
@@ -89,13 +89,13 @@ class Size(NamedTuple):
 class Shares:
     """The context ranks' shares of a buffer. capacity: token slots of all ranks, a multiple of 2 * ranks.
 
-    most_cut: documents that may be cut. pairs_per_slot: what a slot costs besides attention, in query-key
+    most_split: documents that may be split. pairs_per_slot: what a slot costs besides attention, in query-key
     pairs. segments, frames: the most of a row.
     """
 
     ranks: int
     capacity: int
-    most_cut: int
+    most_split: int
     pairs_per_slot: int | float = 0
     segments: int | float = math.inf
     frames: int | float = math.inf
@@ -107,8 +107,8 @@ class Shares:
         if config.compute.layout != "whole" or ranks == 1:
             return None
         frames = data.audio_capacity if config.model.encoder else 0
-        most_cut = config.compute.context_cuts
-        return cls(ranks, data.capacity, most_cut, pairs_per_slot(config), data.max_documents, frames)
+        most_split = config.compute.context_splits
+        return cls(ranks, data.capacity, most_split, pairs_per_slot(config), data.max_documents, frames)
 
     @property
     def share(self) -> int:
@@ -116,18 +116,18 @@ class Shares:
         return self.capacity // self.ranks
 
     def chunk(self, slots: int) -> int:
-        """Slots of each context chunk of a document, if it is cut."""
+        """Slots of each context chunk of a document, if it is split."""
         return max(-(-slots // (2 * self.ranks)), LEAST_CHUNK)
 
     def fits(self, size: Size) -> bool:
         """Whether a row can hold the document, alone."""
         if size.slots <= self.share:
             return True
-        return size.can_be_cut and self.most_cut > 0 and 2 * self.chunk(size.slots) <= self.share
+        return size.can_be_split and self.most_split > 0 and 2 * self.chunk(size.slots) <= self.share
 
     def assign(self, sizes: Sequence[Size]) -> Placement | None:
-        """Places all of these documents in one row, as few as possible cut; None if that was not found."""
-        for number in range(self.most_cut + 1):
+        """Places all of these documents in one row, as few as possible split; None if that was not found."""
+        for number in range(self.most_split + 1):
             placed = self._place(sizes, range(len(sizes)), [], number, self.share)
             if placed is not None and len(placed.order) == len(sizes):
                 return placed
@@ -157,21 +157,21 @@ class Shares:
     def starts(
         self, placement: Placement, slots: Sequence[int]
     ) -> tuple[list[int], Int32[np.ndarray, " C"] | None]:
-        """The index in the row at which each document begins, and the row's Batch.cuts (packing/layout.py):
-        None if no document may be cut.
+        """The index in the row at which each document begins, and the row's Batch.splits (packing/layout.py):
+        None if no document may be split.
 
         slots: of the documents, in the placement's order.
         """
-        cuts, count = np.zeros(self.most_cut, np.int32), len(placement.cut)
-        cuts[:count] = [self.chunk(n) for n in slots[:count]]
-        ends = np.cumsum(2 * self.ranks * cuts)
-        starts, taken = [0, *ends[: count - 1].tolist()][:count], 2 * int(cuts.sum())
+        splits, count = np.zeros(self.most_split, np.int32), len(placement.split)
+        splits[:count] = [self.chunk(n) for n in slots[:count]]
+        ends = np.cumsum(2 * self.ranks * splits)
+        starts, taken = [0, *ends[: count - 1].tolist()][:count], 2 * int(splits.sum())
         for rank, of_rank in enumerate(placement.whole):
             start = self.ranks * taken + rank * (self.share - taken)
             for _ in of_rank:
                 starts.append(start)
                 start += slots[len(starts) - 1]
-        return starts, cuts if self.most_cut else None
+        return starts, splits if self.most_split else None
 
     def imbalance(self, placement: Placement, sizes: Sequence[Size]) -> float:
         """Work of the busiest rank over the mean, that of the slots included."""
@@ -182,7 +182,7 @@ class Shares:
         """Attention work of each rank."""
         work = np.array([sum(sizes[i].work for i in of_rank) for of_rank in placement.whole], np.int64)
         first, second = DualChunkSwap(self.ranks).chunks(np.arange(self.ranks))
-        for i in placement.cut:
+        for i in placement.split:
             # One segment of n tokens has n (n + 1) / 2 pairs.
             tokens = round(math.sqrt(2 * sizes[i].work + 0.25) - 0.5)
             below = np.minimum(np.arange(2 * self.ranks + 1) * self.chunk(sizes[i].slots), tokens)
@@ -193,7 +193,7 @@ class Shares:
     def rows(
         self, sizes: Sequence[Size], chosen: Sequence[int], others: Sequence[int], numbers: Iterable[int]
     ) -> Iterator[Placement]:
-        """Placements with such numbers of cut documents, the first document among them; see PARTS."""
+        """Placements with such numbers of split documents, the first document among them; see PARTS."""
         for number in numbers:
             for part in PARTS:
                 if (placed := self._place(sizes, chosen, others, number, self.share // part)) is not None:
@@ -204,31 +204,31 @@ class Shares:
     ) -> Placement | None:
         """Places as many of the chosen documents as possible in a row, then others where there is room.
 
-        chosen: numbers of documents, the most urgent first. number: how many are cut: the first one if it has
-        more than `limit` slots, and the longest. Of whole documents, only the first may have more. None if
-        there are not so many to cut, or not all of these fit, or the first document does not.
+        chosen: numbers of documents, the most urgent first. number: how many are split: the first one if it
+        has more than `limit` slots, and the longest. Of whole documents, only the first may have more. None
+        if there are not so many to split, or not all of these fit, or the first document does not.
         """
         falling = sorted(chosen, key=lambda i: (-sizes[i].slots, i))
         too_long = [i for i in chosen[:1] if sizes[i].slots > limit]
-        cut = [i for i in dict.fromkeys([*too_long, *falling]) if sizes[i].can_be_cut][:number]
-        room = self.share - sum(2 * self.chunk(sizes[i].slots) for i in cut)
+        split = [i for i in dict.fromkeys([*too_long, *falling]) if sizes[i].can_be_split][:number]
+        room = self.share - sum(2 * self.chunk(sizes[i].slots) for i in split)
         free = [room] * self.ranks
         whole: list[list[int]] = [[] for _ in free]
-        segments, frames = (sum(getattr(sizes[i], name) for i in cut) for name in ("segments", "frames"))
-        if len(cut) < number or room < 0 or segments > self.segments or frames > self.frames:
+        segments, frames = (sum(getattr(sizes[i], name) for i in split) for name in ("segments", "frames"))
+        if len(split) < number or room < 0 or segments > self.segments or frames > self.frames:
             return None
-        urgent = [i for i in chosen[:1] if i not in cut]
+        urgent = [i for i in chosen[:1] if i not in split]
         later = sorted(others, key=lambda i: (-sizes[i].slots, i))
-        for i in [*urgent, *(i for i in falling if i not in cut and i not in urgent), *later]:
+        for i in [*urgent, *(i for i in falling if i not in split and i not in urgent), *later]:
             rank, size = max(range(self.ranks), key=free.__getitem__), sizes[i]
             has_room = segments + size.segments <= self.segments and frames + size.frames <= self.frames
             if has_room and size.slots <= free[rank] and (size.slots <= limit or i in urgent):
                 free[rank] -= size.slots
                 segments, frames = segments + size.segments, frames + size.frames
                 whole[rank].append(i)
-        if chosen and chosen[0] not in cut and not any(chosen[0] in of_rank for of_rank in whole):
+        if chosen and chosen[0] not in split and not any(chosen[0] in of_rank for of_rank in whole):
             return None
-        return Placement(tuple(cut), _evened_out(sizes, whole, free))
+        return Placement(tuple(split), _evened_out(sizes, whole, free))
 
 
 def _evened_out(

@@ -2,7 +2,8 @@
 
 Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis,
 in context-layout order), K depths of multi-token prediction (0: none, and no data), D model dim, A mel frame
-slots of a row over all its audio ranks, M mel bands, E = A / 8 encoder frames, C most cut documents of a row.
+slots of a row over all its audio ranks, M mel bands, E = A / 8 encoder frames, C most split documents of a
+row.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,9 +50,9 @@ class Batch(NamedTuple):
     embeddings: of the tokens, in place of those that the model has for their ids; 0.0 in padding. None where
         the ids are embedded.
     draws: what dropout draws for the token (ops/dropout.py). None where nothing is dropped; the step adds it.
-    cuts: under the layout "whole" (packing/layout.py), the slots of a context chunk of each document that is
-        cut over the context ranks, 0 for none; all of these ranks hold it. None under other layouts, or if no
-        document may be cut.
+    splits: under the layout "whole" (packing/layout.py), the slots of a context chunk of each document that
+        is split over the context ranks, 0 for none; all of these ranks hold it. None under other layouts, or
+        if no document may be split.
 
     A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
     segment holds the prompt without its last token, and each answer's segment begins with that token again,
@@ -77,7 +78,7 @@ class Batch(NamedTuple):
     prefixes: Int32[Any, "R T"] | None = None
     embeddings: Float[Any, "R T D"] | None = None
     draws: UInt32[Any, "R T"] | None = None
-    cuts: Int32[Any, "R C"] | None = None
+    splits: Int32[Any, "R C"] | None = None
 
     @property
     def has_audio(self) -> bool:
@@ -89,9 +90,9 @@ class Batch(NamedTuple):
         """True where the embedding comes from the encoder."""
         return self.tokens < 0 if self.audio_slots is None else self.audio_slots >= 0
 
-    def cuts_of(self, row: int) -> Int32[np.ndarray, " C"] | None:
-        """A row's cuts, of a host batch."""
-        return None if self.cuts is None else np.asarray(self.cuts[row])
+    def splits_of(self, row: int) -> Int32[np.ndarray, " C"] | None:
+        """A row's splits, of a host batch."""
+        return None if self.splits is None else np.asarray(self.splits[row])
 
     @property
     def documents(self) -> Int32[Any, "R T"]:

@@ -111,7 +111,7 @@ def thd_batch(
     if batch.embeddings is not None:
         inputs = batch.embeddings
     slots = [
-        layout.document_slots(ids, cuts=batch.cuts_of(row)) if ids.any() else []
+        layout.document_slots(ids, splits=batch.splits_of(row)) if ids.any() else []
         for row, ids in enumerate(batch.segment_ids)
     ]
     real = [np.array([len(at) for at in of_row], int) for of_row in slots]
@@ -252,12 +252,12 @@ def _row(documents: Sequence[_Found], none: np.ndarray, config: Config) -> Batch
     layout, capacity = ContextLayout.of(config), config.data.capacity
     lengths = [len(document.targets) for document in documents]
     slots = [layout.slots(length) for length in lengths]
-    order, starts, cuts = list(range(len(documents))), None, None
+    order, starts, splits = list(range(len(documents))), None, None
     if (shares := Shares.of(config)) is not None:
         placement = shares.assign(_sizes(slots))
         assert placement is not None  # _assigned saw to it
         order = placement.order
-        starts, cuts = shares.starts(placement, [slots[d] for d in order])
+        starts, splits = shares.starts(placement, [slots[d] for d in order])
     elif layout.kind == "buffer" and len(documents) > 1:
         order, _ = order_documents(lengths, capacity, layout.ranks, 0, slots)
     row, start = TokenArrays.empty(capacity), 0
@@ -269,9 +269,9 @@ def _row(documents: Sequence[_Found], none: np.ndarray, config: Config) -> Batch
         row.targets[at], row.weights[at] = document.targets, document.weights
         row.segment_ids[at], row.positions[at] = number, np.arange(lengths[d])
         start += slots[d]
-    perm = layout.permutation(row.segment_ids, cuts)
+    perm = layout.permutation(row.segment_ids, splits)
     batch = laid_out(row, perm, config.depths_trained)
-    batch = batch._replace(cuts=None if cuts is None else cuts[None])
+    batch = batch._replace(splits=None if splits is None else splits[None])
     return batch if none.ndim == 1 else batch._replace(embeddings=embeddings_TH[perm][None])
 
 

@@ -44,8 +44,8 @@ class BufferLimits:
     capacity, audio_capacity, max_documents and share_prompts say which documents share a buffer, whatever the
     mesh. Each answer of a document with several counts as a document, and so does a shared prompt. The
     audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, in whole
-    encoder frames. Encoder chunks are cut over the ranks where they must be, so all documents of a buffer
-    fit. longest_chunk: mel frames of the model's longest encoder chunk, the most that can be cut; documents
+    encoder frames. Encoder chunks are split over the ranks where they must be, so all documents of a buffer
+    fit. longest_chunk: mel frames of the model's longest encoder chunk, the most that can be split; documents
     with longer ones are refused under every mesh. 0: not known. shares: of the context ranks, where documents
     stay whole on one of them (the layout "whole"); else None. Documents that ranks cannot hold so divide the
     buffer.
@@ -133,11 +133,11 @@ class BufferLimits:
         if fit.reject_reason or self.shares is None or self.shares.fits(fit.size):
             return fit
         several = f" of {segments} segments" if segments > 1 else ""
-        why, change = "documents of several segments are not cut over ranks", "raise capacity"
-        if segments == 1 and self.shares.most_cut:
-            why = "it is too long to be cut over them"
+        why, change = "documents of several segments are not split over ranks", "raise capacity"
+        if segments == 1 and self.shares.most_split:
+            why = "it is too long to be split over them"
         elif segments == 1:
-            why, change = "context_cuts is 0", "raise capacity or context_cuts"
+            why, change = "context_splits is 0", "raise capacity or context_splits"
         return fit._replace(
             unassignable=f"its {slots} token slots{several} exceed a context rank's share of "
             f"{self.shares.share}, and {why}; {change}, lower context, or choose another context_layout than "
@@ -169,16 +169,16 @@ class BufferLimits:
     def chunk_starts(self, documents: Sequence[Document]) -> list[list[int]]:
         """The mel frame of the row at which every encoder chunk of every document begins (place_chunks).
 
-        Raises ValueError for a chunk that is cut over ranks and longer than longest_chunk.
+        Raises ValueError for a chunk that is split over ranks and longer than longest_chunk.
         """
         frames = [frames for document in documents for frames in document.chunk_frames]
         starts = place_chunks(frames, self.audio_ranks, self.rank_frames)
         for start, length in zip(starts, frames, strict=True):
-            is_cut = length > self.rank_frames - start % self.rank_frames
-            if is_cut and 0 < self._longest < length:
+            is_split = length > self.rank_frames - start % self.rank_frames
+            if is_split and 0 < self._longest < length:
                 raise ValueError(
-                    f"an encoder chunk of {length} mel frames is cut over {self.audio_ranks} audio ranks of "
-                    f"{self.rank_frames} each; expected at most {self._longest}, the model's longest "
+                    f"an encoder chunk of {length} mel frames is split over {self.audio_ranks} audio ranks "
+                    f"of {self.rank_frames} each; expected at most {self._longest}, the model's longest "
                     "(longest_chunk): divide the recording"
                 )
         following = iter(starts)
@@ -196,7 +196,8 @@ class BufferLimits:
             raise ValueError(
                 f"documents of {[size.slots for size in sizes]} token slots were not placed on "
                 f"{self.shares.ranks} context ranks of {self.shares.share} slots with "
-                f"{self.shares.most_cut} of them cut; raise context_cuts or capacity, or pack fewer a row"
+                f"{self.shares.most_split} of them split; raise context_splits or capacity, or pack "
+                "fewer a row"
             )
         return placed
 
@@ -206,8 +207,8 @@ def place_chunks(frames: Sequence[int], ranks: int, rank_frames: int) -> list[in
 
     frames: mel frames of each chunk, multiples of 8; all ranks together hold them. rank_frames: mel frames
     that a rank holds, a multiple of 8. Rank r holds the frames from r * rank_frames on.
-    No chunk is cut over ranks if assign_chunks finds such an assignment. Otherwise they lie one after the
-    other, and each boundary between two ranks cuts at most one.
+    No chunk is split over ranks if assign_chunks finds such an assignment. Otherwise they lie one after the
+    other, and each boundary between two ranks splits at most one.
     """
     whole = assign_chunks(frames, ranks, rank_frames)
     free = [rank * rank_frames for rank in range(ranks)]

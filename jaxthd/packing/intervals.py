@@ -1,10 +1,10 @@
 """Key intervals: which keys each query of attention sees, one contiguous range for every query.
 
 A query sees the tokens of its document whose index in the row is not above its own. What is divided over the
-context ranks (the whole buffer, or a document by itself) is cut into 2 * n chunks, and each rank holds two of
-them in document order (packing/layout.py). So the keys of a rank that lie between two indices are an interval
-of its slots, whose ends are found by counting. With r = rank and s = source, the chunks of two ranks lie in
-one of two orders:
+context ranks (the whole buffer, or a document by itself) is split into 2 * n chunks, and each rank holds two
+of them in document order (packing/layout.py). So the keys of a rank that lie between two indices are an
+interval of its slots, whose ends are found by counting. With r = rank and s = source, the chunks of two ranks
+lie in one of two orders:
 
     s < r    s, r, ..., 2n-1-r, 2n-1-s    both chunks of r lie between those of s
     s > r    r, s, ..., 2n-1-s, 2n-1-r    the second chunk of r comes after both of s

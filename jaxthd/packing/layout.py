@@ -1,6 +1,7 @@
 """Where tokens live over the context axis: DualChunkSwap, of the whole buffer or of a few documents.
 
-What is laid out is cut into 2 * ranks equal context chunks; rank r holds chunk r and chunk 2 * ranks - 1 - r:
+What is laid out is split into 2 * ranks equal context chunks; rank r holds the chunks r and
+2 * ranks - 1 - r:
 
     chunk   0  1  2  3  4  5  6  7
     rank    0  1  2  3  3  2  1  0
@@ -8,16 +9,16 @@ What is laid out is cut into 2 * ranks equal context chunks; rank r holds chunk 
 Under causal attention an early chunk is cheap and a late one dear, so each rank gets one of both. The default
 is the whole-buffer layout, which asks nothing of document lengths.
 
-The layout "whole" keeps documents on one rank where they fit. It cuts only a few, and those by themselves:
+The layout "whole" keeps documents on one rank where they fit. It splits only a few, and those by themselves:
 
-    rank 0   [ cut documents' chunks | whole documents | padding ]
-    rank 1   [ cut documents' chunks | whole documents | padding ]
+    rank 0   [ split documents' chunks | whole documents | padding ]
+    rank 1   [ split documents' chunks | whole documents | padding ]
 
-Cut documents come first, and every rank holds each of them in the same slots: its two chunks of the first
+Split documents come first, and every rank holds each of them in the same slots: its two chunks of the first
 one, side by side, then those of the second. So what may have to be exchanged is a prefix of each rank's
-slots. The row in document order is all cut documents, then the whole ones and the padding of rank 0, then
-those of rank 1; on each rank, too, tokens lie in document order. `cuts`, the length of each cut document's
-chunks, tells all of this; packing/assignment.py chooses it.
+slots. The row in document order is all split documents, then the whole ones and the padding of rank 0, then
+those of rank 1; on each rank, too, tokens lie in document order. `splits`, the length of each split
+document's chunks, tells all of this; packing/assignment.py chooses it.
 
 The attention work of a token is position + 1, the number of keys it attends to. Under the whole-buffer layout
 the documents may have any order in the buffer, and the order decides how even the work is (order_documents).
@@ -33,8 +34,8 @@ from jaxtyping import Int, Int32, Shaped
 from jaxthd.config import Config
 
 LayoutKind = Literal["buffer", "whole"]
-Cuts = Int[np.ndarray, " K"]
-"""Slots of a context chunk of each document that is cut, one after the other; 0 for none."""
+Splits = Int[np.ndarray, " K"]
+"""Slots of a context chunk of each document that is split, one after the other; 0 for none."""
 ROUNDS = 12
 """Rounds of 32 candidate orders that order_documents tries."""
 
@@ -80,7 +81,7 @@ class DualChunkSwap:
             return np.arange(length, dtype=np.int32)
         if length % (2 * self.ranks):
             raise ValueError(
-                f"a buffer of {length} tokens cannot be cut into 2 * context = {2 * self.ranks} equal "
+                f"a buffer of {length} tokens cannot be split into 2 * context = {2 * self.ranks} equal "
                 f"chunks; make the capacity a multiple of {2 * self.ranks}"
             )
         tokens = np.arange(length, dtype=np.int32).reshape(2 * self.ranks, -1)
@@ -89,7 +90,7 @@ class DualChunkSwap:
     def tokens_of_rank(
         self, cu_seqlens: Int[np.ndarray, " documents_plus_1"], rank: int
     ) -> Int32[np.ndarray, " tokens_of_rank"]:
-        """The tokens that a rank holds if each document is cut by itself, document by document. This is the
+        """The tokens that a rank holds if each document is split by itself, document by document. This is the
         order of Transformer Engine's THD ring (its `thd_get_partitioned_indices`).
 
         cu_seqlens: offsets of the documents in the buffer, from 0, padding included.
@@ -122,8 +123,8 @@ class DualChunkSwap:
 class ContextLayout:
     """Layout of a row of a batch over the context axis.
 
-    kind: "buffer" cuts the whole buffer, "whole" the documents that the row's `cuts` names. ranks: of the
-        context axis; 1 cuts nothing.
+    kind: "buffer" splits the whole buffer, "whole" the documents that the row's `splits` names. ranks: of the
+        context axis; 1 splits nothing.
     round_to: each document's slots in the row are rounded up to a multiple of this, under both kinds.
     """
 
@@ -151,28 +152,30 @@ class ContextLayout:
         return self.kind == "whole" and self.ranks > 1
 
     def permutation(
-        self, segment_ids: Int[np.ndarray, " T"], cuts: Cuts | None = None
+        self, segment_ids: Int[np.ndarray, " T"], splits: Splits | None = None
     ) -> Int32[np.ndarray, " T"]:
         """Document order to rank-major order: permuted[i] = original[perm[i]], int32 [T].
 
-        segment_ids: the row's, in any order. cuts: the row's (Batch.cuts), for the layout "whole"; None: no
-        document is cut.
-        Raises ValueError when the buffer cannot be cut into 2 * ranks equal chunks, and when cuts take more
-        than a rank's slots.
+        segment_ids: the row's, in any order. splits: the row's (Batch.splits), for the layout "whole"; None:
+        no document is split.
+        Raises ValueError when the buffer cannot be split into 2 * ranks equal chunks, and when splits take
+        more than a rank's slots.
         """
         if self.keeps_documents:
-            return self._permutation_of_whole(len(segment_ids), np.zeros(0, int) if cuts is None else cuts)
+            return self._permutation_of_whole(
+                len(segment_ids), np.zeros(0, int) if splits is None else splits
+            )
         return self.swap.permutation(len(segment_ids))
 
-    def _permutation_of_whole(self, length: int, cuts: Cuts) -> Int32[np.ndarray, " T"]:
-        share, taken = length // self.ranks, 2 * int(cuts.sum())
+    def _permutation_of_whole(self, length: int, splits: Splits) -> Int32[np.ndarray, " T"]:
+        share, taken = length // self.ranks, 2 * int(splits.sum())
         if length % (2 * self.ranks) or taken > share:
             raise ValueError(
-                f"context chunks of {cuts.tolist()} slots in a buffer of {length} on {self.ranks} ranks; "
+                f"context chunks of {splits.tolist()} slots in a buffer of {length} on {self.ranks} ranks; "
                 f"expected a buffer of a multiple of {2 * self.ranks} slots, and chunks of which a rank's "
-                f"{share} hold two of each: cut fewer documents, or change the capacity"
+                f"{share} hold two of each: split fewer documents, or change the capacity"
             )
-        ends = np.cumsum(np.concatenate([[0], 2 * self.ranks * cuts]))
+        ends = np.cumsum(np.concatenate([[0], 2 * self.ranks * splits]))
         found = []
         for rank in range(self.ranks):
             first = self.ranks * taken + rank * (share - taken)
@@ -180,24 +183,24 @@ class ContextLayout:
         return np.concatenate(found).astype(np.int32)
 
     def inverse(
-        self, segment_ids: Int[np.ndarray, " T"], cuts: Cuts | None = None
+        self, segment_ids: Int[np.ndarray, " T"], splits: Splits | None = None
     ) -> Int32[np.ndarray, " T"]:
         """Rank-major order back to document order: original = permuted[inverse]. Otherwise as permutation."""
-        return inverse_permutation(self.permutation(segment_ids, cuts))
+        return inverse_permutation(self.permutation(segment_ids, splits))
 
     def document_slots(
         self,
         segment_ids: Int[np.ndarray, " T"],
         document_ids: Int[np.ndarray, " T"] | None = None,
-        cuts: Cuts | None = None,
+        splits: Splits | None = None,
     ) -> list[Int[np.ndarray, " _"]]:
         """Where the tokens of each document lie in a laid-out row, in their order; of a document with several
         answers, segment by segment.
 
-        segment_ids, document_ids: of the laid-out row; None: every document is one segment. cuts: the row's.
-        Raises ValueError as permutation.
+        segment_ids, document_ids: of the laid-out row; None: every document is one segment. splits: the
+        row's. Raises ValueError as permutation.
         """
-        order = self.inverse(segment_ids, cuts)
+        order = self.inverse(segment_ids, splits)
         ids = (segment_ids if document_ids is None else document_ids)[order]
         return [order[ids == document] for document in range(1, ids.max() + 1)]
 
@@ -308,11 +311,11 @@ def _rank_work(
     before = np.cumsum(whole, 1) - whole
     bounds = np.arange(2 * context + 1) * (capacity // (2 * context))
     row = np.arange(len(orders))[:, None] * (capacity + 1)  # one search over all candidates
-    cut = np.searchsorted((starts + row).ravel(), (bounds + row).ravel(), side="right") - 1
-    inside = np.clip(np.tile(bounds, len(orders)) - starts.ravel()[cut], 0, taken.ravel()[cut])
-    first = work.first[orders].ravel()[cut]
+    split = np.searchsorted((starts + row).ravel(), (bounds + row).ravel(), side="right") - 1
+    inside = np.clip(np.tile(bounds, len(orders)) - starts.ravel()[split], 0, taken.ravel()[split])
+    first = work.first[orders].ravel()[split]
     within = work.table[first + inside] - work.table[first]
-    below = (before.ravel()[cut] + within).reshape(len(orders), -1)
+    below = (before.ravel()[split] + within).reshape(len(orders), -1)
     chunk = np.diff(below, axis=1)
     first, second = DualChunkSwap(context).chunks(np.arange(context))
     return chunk[:, first] + chunk[:, second]

@@ -109,7 +109,7 @@ def pack_row(
 
     capacity: token slots T, a multiple of 2 * context. audio_capacity: the most mel frames of the documents.
         `audio_ranks` ranks share them evenly. 0: the Batch's audio fields are None.
-    longest_chunk: mel frames of the model's longest encoder chunk; no longer one may be cut over ranks. 0:
+    longest_chunk: mel frames of the model's longest encoder chunk; no longer one may be split over ranks. 0:
         not known.
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
     order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
@@ -133,23 +133,23 @@ def pack_row(
     if not answers:
         _require_single(documents)
     limits.require_room(documents)
-    starts = cuts = None
+    starts = splits = None
     if shares is not None:
         placement = placement or limits.place(documents)
         documents = [documents[d] for d in placement.order]
-        starts, cuts = shares.starts(placement, list(map(limits.slots, documents)))
+        starts, splits = shares.starts(placement, list(map(limits.slots, documents)))
     elif order_seed is not None and layout == "buffer":
         order = _balanced_order(documents, limits, context, order_seed)
         documents = [documents[d] for d in order]
     placed = _place(documents, limits, starts)
     row = _write_tokens(documents, placed, capacity)
     audio = _write_audio(documents, placed, limits, num_mels) if audio_capacity else None
-    perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids, cuts)
+    perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids, splits)
     batch = _as_batch(row, audio, perm, depths)._replace(
         extras=_write_extras(documents, placed, capacity, extras, perm),
         document_ids=row.document_ids[perm][None] if answers else None,
         prefixes=row.prefixes[perm][None] if answers and share_prompts else None,
-        cuts=None if cuts is None else cuts[None],
+        splits=None if splits is None else splits[None],
     )
     work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
     return batch, _report(documents, row, audio, work)

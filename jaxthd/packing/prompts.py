@@ -86,7 +86,7 @@ def _documents(
             "pack with share_prompts=False, or pack the prompts alone"
         )
     for row, segment_ids in enumerate(batch.segment_ids):
-        order = layout.inverse(segment_ids, batch.cuts_of(row))
+        order = layout.inverse(segment_ids, batch.splits_of(row))
         ids = segment_ids[order]
         for document in range(ids.max()):
             yield row, document, order, np.flatnonzero(ids == document + 1)

@@ -19,10 +19,10 @@ import numpy as np
 from jax import Array
 from jaxtyping import Bool, Int32
 
-from jaxthd.packing.cuts import CutDocuments, keeping_documents
 from jaxthd.packing.intervals import Divided, KeyIntervals, SeenKeys, intervals_of_rows
 from jaxthd.packing.layout import DualChunkSwap, LayoutKind
 from jaxthd.packing.prefixes import Prefixes, make_prefixes
+from jaxthd.packing.split_documents import SplitDocuments, keeping_documents
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Segments:
     remaining: tokens of the document after this one, on this rank.
     keys: the keys that each token's attention sees (causal).
     whole: the keys of the token's whole document on this rank (bidirectional; for the encoder).
-    cut: None but under the layout "whole" on several ranks; there attention, convolution and scan read it in
-        place of what else is here, which is about documents that stay on this rank.
+    splits: None but under the layout "whole" on several ranks; there attention, convolution and scan read it
+        in place of what else is here, which is about documents that stay on this rank.
     prefixes: which documents continue others; None where all stand alone.
     rows, axis, context, block: R, the context axis (None outside a mesh), its size, the attention block.
     layout: how rows are laid out over that axis.
@@ -53,7 +53,7 @@ class Segments:
     keys: SeenKeys
     whole: KeyIntervals
     prefixes: Prefixes | None
-    cut: CutDocuments | None
+    splits: SplitDocuments | None
     rows: int
     axis: str | None
     context: int
@@ -86,8 +86,8 @@ class Segments:
 
     @property
     def for_mixers(self) -> "Segments":
-        """These; or the documents on this rank alone, where the program has no cut ones."""
-        return self if self.cut is None or self.cut.narrow else self.cut.own
+        """These; or the documents on this rank alone, where the program has no split ones."""
+        return self if self.splits is None or self.splits.narrow else self.splits.own
 
     @property
     def row_length(self) -> int:
@@ -103,9 +103,9 @@ class Segments:
     def context_chunks(self) -> int:
         """Context chunks of a row on this rank: two, or the whole row as one. Each is contiguous.
 
-        Only under the whole-buffer layout: elsewhere every document that is cut has two of its own.
+        Only under the whole-buffer layout: elsewhere every document that is split has two of its own.
         """
-        if self.cut is not None:
+        if self.splits is not None:
             raise ValueError(
                 'a layer asks for the context chunks of a row, and the layout is not "buffer"; expected one '
                 "that is made for it: set compute.context_layout to buffer"
@@ -121,8 +121,8 @@ class Segments:
         for tokens of other ranks.
         """
         tokens, rank = self.row_length, jax.lax.axis_index(self.axis) if self.axis else 0
-        if self.cut is not None:
-            rank_RD, local_RD = self.cut.slots.slot(self.swap, jnp.maximum(index_RD, 0), tokens)
+        if self.splits is not None:
+            rank_RD, local_RD = self.splits.slots.slot(self.swap, jnp.maximum(index_RD, 0), tokens)
             here_RD = rank_RD == rank
         else:
             below = partial(Divided.of_buffer(self.context, tokens).below, rank)
@@ -164,14 +164,14 @@ def make_segments(
     documents: int | None = None,
     uniform_program: bool = True,
     window: int | None = None,
-    cuts_RK: Int32[Array, "R K"] | None = None,
+    splits_RK: Int32[Array, "R K"] | None = None,
     alike: tuple[str, ...] = (),
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
-    prefixes: as in Batch; then `documents` must be known. cuts: as in Batch, for the layout "whole"; None: no
-    document is cut, and the program has no exchange for such. alike: further mesh axes whose ranks exchange
-    cut documents together, as a ring needs it.
+    prefixes: as in Batch; then `documents` must be known. splits: as in Batch, for the layout "whole"; None:
+    no document is split, and the program has no exchange for such. alike: further mesh axes whose ranks
+    exchange split documents together, as a ring needs it.
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole. layout: how they are
     laid out over that axis. block, documents, uniform_program: as in Segments. window: tokens that a token
     sees in a window, itself among them; None: no layer has one.
@@ -186,7 +186,7 @@ def make_segments(
     rank = jax.lax.axis_index(axis) if axis else 0
     if ranks > 1 and layout == "whole" and axis is not None:
         make = partial(make_segments, block=block, documents=documents, uniform_program=uniform_program)
-        given = ids_RT, positions_RT, prefixes_RT, cuts_RK
+        given = ids_RT, positions_RT, prefixes_RT, splits_RK
         return keeping_documents(make, *given, axis=axis, alike=alike, window=window)
     if ranks > 1 and tokens % 2:
         raise ValueError("an odd number of tokens of a row on a rank; context > 1 needs two chunks of them")
@@ -214,7 +214,7 @@ def make_segments(
         keys=seen(begin_RT, index_RT + 1),
         whole=intervals_of_rows(divided.below(rank, begin_RT), stop_RT, is_real_RT, block),
         prefixes=prefixes,
-        cut=None,
+        splits=None,
         rows=rows,
         axis=axis,
         context=ranks,

@@ -201,7 +201,7 @@ def batch_specs() -> Batch:
         prefixes=tokens,
         embeddings=tokens,
         draws=tokens,
-        cuts=PartitionSpec(DATA),
+        splits=PartitionSpec(DATA),
     )
 
 

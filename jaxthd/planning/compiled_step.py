@@ -98,7 +98,7 @@ def abstract_batch(config: Config) -> Batch:
     objective = objective_of(config)
     has_answers = compares_answers(objective)
     of_tokens = *objective.extras, *objective.scored
-    most_cut = config.compute.context_cuts if ContextLayout.of(config).keeps_documents else 0
+    most_split = config.compute.context_splits if ContextLayout.of(config).keeps_documents else 0
     return Batch(
         tokens=ints(tokens),
         targets=ints(tokens),
@@ -111,7 +111,7 @@ def abstract_batch(config: Config) -> Batch:
         extras={name: jax.ShapeDtypeStruct(tokens, jnp.float32) for name in of_tokens},
         document_ids=ints(tokens) if has_answers else None,
         prefixes=ints(tokens) if has_answers and config.posttraining.share_prompts else None,
-        cuts=ints((data.rows, most_cut)) if most_cut else None,
+        splits=ints((data.rows, most_split)) if most_split else None,
         **audio,
     )
 

@@ -1,7 +1,7 @@
 """The costs of the context layouts for a data set and a mesh, from the documents' lengths alone.
 
 The whole-buffer layout needs no padding and exchanges only the states of Mamba2 and of the gated delta rule,
-and all of attention's keys and values. The layout "whole" exchanges only what cut documents need, and may
+and all of attention's keys and values. The layout "whole" exchanges only what split documents need, and may
 leave some slots of a rank empty.
 """
 
@@ -19,8 +19,8 @@ from jaxtyping import Float
 from jaxthd.config import Config, LLMConfig
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
 from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, Shares
-from jaxthd.packing.cuts import cut_widths
 from jaxthd.packing.layout import LayoutKind
+from jaxthd.packing.split_documents import split_widths
 from jaxthd.planning.lengths import Lengths, slots_of
 from jaxthd.planning.simulate import Outcome, balance, simulate
 from jaxthd.validate import DeviceFacts, Finding, mesh
@@ -173,8 +173,8 @@ def _mean_bytes(of: Callable[..., float], outcome: Outcome) -> float:
     """mamba_bytes or delta_bytes; under the layout "whole", the mean over the buffers."""
     if not outcome.placements:
         return of(outcome.config)
-    cuts = Counter(len(placement.cut) for placement in outcome.placements)
-    each = [of(outcome.config, number) * count for number, count in cuts.items()]
+    splits = Counter(len(placement.split) for placement in outcome.placements)
+    each = [of(outcome.config, number) * count for number, count in splits.items()]
     return sum(each) / len(outcome.placements)
 
 
@@ -183,10 +183,10 @@ def _mean_attention_bytes(stream: Lengths, outcome: Outcome) -> float:
     config, shares = outcome.config, Shares.of(outcome.config)
     if shares is None or not outcome.placements:
         return attention_bytes(config, config.data.capacity // config.mesh.context)
-    slots, widths = slots_of(stream, config), [0, *cut_widths(shares.share)]
+    slots, widths = slots_of(stream, config), [0, *split_widths(shares.share)]
     found = 0.0
     for buffer, placement in zip(outcome.buffers, outcome.placements, strict=True):
-        taken = sum(2 * shares.chunk(int(slots[document])) for document in buffer[: len(placement.cut)])
+        taken = sum(2 * shares.chunk(int(slots[document])) for document in buffer[: len(placement.split)])
         found += attention_bytes(config, next(width for width in widths if taken <= width))
     return found / len(outcome.buffers)
 
@@ -217,10 +217,10 @@ def attention_bytes(config: Config, slots: int) -> float:
     return rows * slots * numbers * (others * (2 * activation + wide) + home)
 
 
-def mamba_bytes(config: Config, cut: int | None = None) -> float:
+def mamba_bytes(config: Config, split: int | None = None) -> float:
     """Bytes that a rank receives in one Mamba2 layer in a step, forward and backward, for all its rows.
 
-    The forward pass that compute.remat repeats is not counted. cut: cut documents of each row, under the
+    The forward pass that compute.remat repeats is not counted. split: split documents of each row, under the
     layout "whole"; None: as many as there may be.
     """
     mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
@@ -229,9 +229,9 @@ def mamba_bytes(config: Config, cut: int | None = None) -> float:
     activation = jnp.dtype(config.compute.dtype).itemsize
     if config.compute.layout == "buffer":
         return rows * state_bytes(llm, mesh.context, activation)
-    most = config.compute.context_cuts
-    cut = most if cut is None else cut
-    return rows * whole_state_bytes(llm, mesh.context, activation, cut, most) if cut else 0.0
+    most = config.compute.context_splits
+    split = most if split is None else split
+    return rows * whole_state_bytes(llm, mesh.context, activation, split, most) if split else 0.0
 
 
 def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
@@ -248,17 +248,17 @@ def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
     return 2 * (pairs * (heads + inner * llm.mamba_state) * 4 + halos)
 
 
-def whole_state_bytes(llm: LLMConfig, context: int, activation: int, cut: int, most_cut: int) -> int:
-    """Bytes for one row with cut documents, under the layout "whole": the states of the two context chunks of
-    each of `cut` documents, and the halos of as many as there may be; all are gathered.
+def whole_state_bytes(llm: LLMConfig, context: int, activation: int, split: int, most_split: int) -> int:
+    """Bytes for one row with split documents, under the layout "whole": the states of the two context chunks
+    of each of `split` documents, and the halos of as many as there may be; all are gathered.
     """
     heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
     channels = inner + 2 * llm.mamba_groups * llm.mamba_state
     state, halo = (heads + inner * llm.mamba_state) * 4, (llm.mamba_conv - 1) * channels * activation
-    return 2 * 2 * (context - 1) * (cut * state + most_cut * halo)
+    return 2 * 2 * (context - 1) * (split * state + most_split * halo)
 
 
-def delta_bytes(config: Config, cut: int | None = None) -> float:
+def delta_bytes(config: Config, split: int | None = None) -> float:
     """As mamba_bytes, of a layer of the gated delta rule. Its map of a context chunk has a matrix a head."""
     mesh, delta, rows = config.mesh, config.model.llm.delta, config.data.rows / config.mesh.data
     context, activation = mesh.context, jnp.dtype(config.compute.dtype).itemsize
@@ -268,9 +268,9 @@ def delta_bytes(config: Config, cut: int | None = None) -> float:
     halo = (delta.conv - 1) * (inner + 2 * groups * delta.key_dim) * activation
     if config.compute.layout == "buffer":
         return rows * 2 * (_maps_received(context) * state + min(context - 1, 2) * halo)
-    most = config.compute.context_cuts
-    cut = most if cut is None else cut
-    return rows * 2 * 2 * (context - 1) * (cut * state + most * halo) if cut else 0.0
+    most = config.compute.context_splits
+    split = most if split is None else split
+    return rows * 2 * 2 * (context - 1) * (split * state + most * halo) if split else 0.0
 
 
 def _maps_received(context: int) -> int:

@@ -190,7 +190,7 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
     """
     layout = ContextLayout.of(config)
     for row, ids in enumerate(batch.segment_ids):
-        whose = ids, batch.documents[row], batch.cuts_of(row)
+        whose = ids, batch.documents[row], batch.splits_of(row)
         for slots in layout.document_slots(*whose) if ids.any() else ():
             first, prefixes = ids[slots].min(), None if batch.prefixes is None else batch.prefixes[row, slots]
             parts = [

@@ -46,7 +46,7 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"a multiple of 2 * context = {unit}, because every context rank holds two equal context chunks",
             f"set data.capacity to {multiples(capacity, unit)}",
         )
-    layout, cuts = config.compute.layout, config.compute.context_cuts
+    layout, splits = config.compute.layout, config.compute.context_splits
     for letter, whose, name, taps in (
         ("M", "Mamba2's", "mamba_conv", llm.mamba_conv),
         ("D", "the delta rule's", "delta.conv", llm.delta.conv),
@@ -57,13 +57,13 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                 f"{taps - 1} or more, because {whose} convolution of {taps} taps looks that far back",
                 f"set data.capacity to {unit * (taps - 1)} or more, or lower mesh.context",
             )
-        if layout == "whole" and cuts > 0 and letter in llm.kinds and taps - 1 > LEAST_CHUNK:
+        if layout == "whole" and splits > 0 and letter in llm.kinds and taps - 1 > LEAST_CHUNK:
             yield Finding(
                 f'model.llm.{name} is {taps} with compute.context_layout "whole"',
-                f"at most {LEAST_CHUNK + 1}, because a cut document's context chunks may be as short as "
+                f"at most {LEAST_CHUNK + 1}, because a split document's context chunks may be as short as "
                 f"{LEAST_CHUNK} tokens",
                 "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
-                "compute.context_cuts to 0",
+                "compute.context_splits to 0",
             )
 
 

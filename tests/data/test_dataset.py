@@ -338,7 +338,7 @@ def test_prompts_fit_the_buffers_of_training_and_the_pages_that_draw_answers(
             manifest=(text,), validation_manifest=text, capacity=1024, workers=0, max_skipped_share=1.0
         ),
         model=ModelConfig(None, LLMConfig(pattern="M")),
-        compute=ComputeConfig(context_layout="whole", context_cuts=0),
+        compute=ComputeConfig(context_layout="whole", context_splits=0),
     )
     data = SpeechData(settings, folder)
     taken = {prompt.example.key for prompt in data.prompts().take(4)}

@@ -64,7 +64,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 
     order: any number but 0 also permutes the rows inside the microbatches.
     """
-    fills, most_cut = config.data == FILLED, config.compute.context_cuts
+    fills, most_split = config.data == FILLED, config.compute.context_splits
     mesh, layout, rows = config.mesh, config.compute.layout, documents(fills=fills)
     microbatches = np.arange(ROWS).reshape(MICROBATCHES, -1)
     if order:
@@ -72,10 +72,10 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
     numbers = microbatches.reshape(MICROBATCHES, mesh.data, -1).swapaxes(0, 1).ravel()
     shares = None
     if ContextLayout.of(config).keeps_documents:
-        given = most_cut <= 3
+        given = most_split <= 3
         capacity *= 1 if fills else 4 if given else 2
-        shares = Shares(mesh.context, capacity, min(most_cut, 3))
-        place = partial(cutting_placement, cut=most_cut) if given else even_placement
+        shares = Shares(mesh.context, capacity, min(most_split, 3))
+        place = partial(splitting_placement, split=most_split) if given else even_placement
     packed = [
         pack_row(
             rows[i],
@@ -96,16 +96,16 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
 
 
 def even_placement(documents: Sequence[Document], shares: Shares) -> Placement | None:
-    """One that divides attention evenly, which cuts documents in most rows."""
+    """One that divides attention evenly, which splits documents in most rows."""
     sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
-    rows = shares.rows(sizes, range(len(sizes)), [], range(shares.most_cut + 1)) if sizes else ()
+    rows = shares.rows(sizes, range(len(sizes)), [], range(shares.most_split + 1)) if sizes else ()
     placed = shares.best(sizes, rows)
     return placed if placed and len(placed.order) == len(sizes) else None
 
 
-def cutting_placement(documents: Sequence[Document], shares: Shares, cut: int) -> Placement | None:
-    """One that cuts so many documents, or as many as there are."""
+def splitting_placement(documents: Sequence[Document], shares: Shares, split: int) -> Placement | None:
+    """One that splits so many documents, or as many as there are."""
     sizes = [Size(n, n * (n + 1) // 2) for n in map(len, documents)]
-    numbers = range(min(cut, len(sizes)), -1, -1)
+    numbers = range(min(split, len(sizes)), -1, -1)
     rows = shares.rows(sizes, range(len(sizes)), [], numbers) if sizes else ()
     return next((placed for placed in rows if len(placed.order) == len(sizes)), None)

@@ -147,7 +147,7 @@ def check(config: Config, which: Which = everything) -> dict[str, Any]:
         "stages": "|".join(Blueprint(config).stages.patterns),
         "exchange": config.compute.context_exchange if config.mesh.context > 1 else "",
         "layout": config.compute.layout if config.mesh.context > 1 else "",
-        "cut": cut_documents(config),
+        "split": split_documents(config),
         "residual": "sharded" if config.compute.sequence_sharded else "",
         "adapted": "LoRA" if config.adapt.lora_rank else "",
         "mtp": llm.mtp_modules * llm.mtp_pattern,
@@ -160,11 +160,11 @@ def check(config: Config, which: Which = everything) -> dict[str, Any]:
     }
 
 
-def cut_documents(config: Config) -> str:
-    """Under the layout "whole": how many documents of a row are cut, least and most of the filled rows."""
+def split_documents(config: Config) -> str:
+    """Under the layout "whole": how many documents of a row are split, least and most of the filled rows."""
     batch = batch_for(config)
-    if batch.cuts is None:
+    if batch.splits is None:
         return "0" if ContextLayout.of(config).keeps_documents else ""
-    cut = (batch.cuts > 0).sum(1)[(batch.segment_ids > 0).any(1)]
-    text = f"{cut.min()} to {cut.max()}" if cut.min() < cut.max() else f"{cut.min()}"
+    split = (batch.splits > 0).sum(1)[(batch.segment_ids > 0).any(1)]
+    text = f"{split.min()} to {split.max()}" if split.min() < split.max() else f"{split.min()}"
     return text + ", filling the buffer" * (config.data == FILLED)

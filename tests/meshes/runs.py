@@ -107,7 +107,7 @@ def of_family(name: str, dtype: Dtype = "float32") -> list[Config]:
 
 
 def whole(dtype: Dtype = "float32") -> list[Config]:
-    """Runs under the layout "whole". They cover a ring over data ranks that have cut documents or not; more
+    """Runs under the layout "whole". They cover a ring over data ranks that have split documents or not; more
     context ranks with tensor ranks; interleaved and unlike stages; GPT-OSS blocks;
     future tokens with a CTC loss; Qwen3-Next blocks."""
     of_ring, of_gather = "ring", "all_gather"
@@ -127,12 +127,12 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
         compute = replace(run.compute, context_layout="whole", context_exchange=exchange)
         run = replace(run, compute=compute, model=model)
         found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
-    return [*found, *cutting(dtype)]
+    return [*found, *splitting(dtype)]
 
 
-def cutting(dtype: Dtype = "float32") -> list[Config]:
-    """Runs under the layout "whole" in which each row has no cut document; one; three, the most; and one that
-    fills the buffer. They cover all axes and both exchanges."""
+def splitting(dtype: Dtype = "float32") -> list[Config]:
+    """Runs under the layout "whole" in which each row has no split document; one; three, the most; and one
+    that fills the buffer. They cover all axes and both exchanges."""
     chosen: tuple[tuple[MeshConfig, int, int, bool], ...] = (
         (MeshConfig(1, 2, 2, 2), 0, 0, False),
         (MeshConfig(2, 4, 1, 1), 0, 0, False),
@@ -144,9 +144,9 @@ def cutting(dtype: Dtype = "float32") -> list[Config]:
         (MeshConfig(2, 2, 2, 1), 0, 1, True),
     )
     found = []
-    for mesh, variant, cuts, fills in chosen:
+    for mesh, variant, splits, fills in chosen:
         run = variants(mesh, dtype)[variant]
-        compute = replace(run.compute, context_layout="whole", context_cuts=cuts)
+        compute = replace(run.compute, context_layout="whole", context_splits=splits)
         found.append(replace(run, compute=compute, data=FILLED if fills else run.data))
     return found
 

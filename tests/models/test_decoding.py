@@ -149,7 +149,9 @@ def _in_row_order(row: list[Document], context: int, layout: Layout) -> list[Doc
 def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, context: int, layout: Layout):
     if layout == "whole":
         placed = [placement(row, context, layout) for row in documents()]
-        assert any(one and one.cut and one.whole[0] for one in placed), "a row should have a cut document too"
+        assert any(one and one.split and one.whole[0] for one in placed), (
+            "a row should have a cut document too"
+        )
     with jax.enable_x64(True):
         never = alone((-1,))
         assert len({tuple(a) for a in never.values()}) > 4, "answers should differ"

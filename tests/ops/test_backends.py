@@ -182,8 +182,8 @@ def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: p
     derive = jax.jit(on_ranks, static_argnums=2)
     x, some_skipped = rng.normal(size=(tokens, 1, 2)).astype(np.float32), False
     for _ in range(4):
-        cuts = np.sort(rng.choice(np.arange(1, length), size=3, replace=False))
-        ids, positions = row_arrays(np.diff([0, *cuts, length - 3]).clip(1), length)
+        splits = np.sort(rng.choice(np.arange(1, length), size=3, replace=False))
+        ids, positions = row_arrays(np.diff([0, *splits, length - 3]).clip(1), length)
         order = DualChunkSwap(context).permutation(length).reshape(context, 1, -1)
         segments = derive(ids[order], positions[order], block)
         for rank in range(context):

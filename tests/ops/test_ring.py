@@ -145,8 +145,8 @@ def test_a_remote_step_is_one_rectangle_and_nothing_else_is_executed(context):
     length, block = 16 * context, 4
     mesh_free = jax.jit(_intervals_of_rank, static_argnums=(3, 4))
     for _ in range(20):
-        cuts = np.sort(rng.choice(np.arange(1, length), size=rng.integers(0, 8), replace=False))
-        lengths = np.diff([0, *cuts, length])[: None if rng.random() < 0.5 else -1]
+        splits = np.sort(rng.choice(np.arange(1, length), size=rng.integers(0, 8), replace=False))
+        lengths = np.diff([0, *splits, length])[: None if rng.random() < 0.5 else -1]
         ids, positions = row_arrays(lengths, length)
         order = DualChunkSwap(context).permutation(length).reshape(context, -1)
         allowed = (ids[:, None] == ids) & (ids > 0) & np.tril(np.ones((length, length), bool))

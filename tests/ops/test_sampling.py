@@ -18,10 +18,10 @@ CUTS = [(1, 1), (1, 2), (2, 2)]
 
 
 @functools.cache
-def on_ranks(cut: tuple[int, int]) -> Any:
+def on_ranks(split: tuple[int, int]) -> Any:
     """A jitted (logits [n, V], keys [n, 2], number, sampling) -> (kept, drawn), over that many ranks."""
     axis_types = (AxisType.Auto,) * 2
-    mesh = jax.make_mesh(cut, AXES, axis_types=axis_types, devices=jax.devices()[: cut[0] * cut[1]])
+    mesh = jax.make_mesh(split, AXES, axis_types=axis_types, devices=jax.devices()[: split[0] * split[1]])
     everywhere, by_rank = PartitionSpec(), PartitionSpec(None, AXES)
 
     def rank(logits: Any, keys: Any, number: Any, sampling: Sampling) -> tuple[Any, Any]:
@@ -73,15 +73,15 @@ def ragged_logits() -> np.ndarray:
     return np.array(rows, np.float32)
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_top_k_and_top_p_leave_what_sorting_leaves(cut: tuple[int, int]):
+@pytest.mark.parametrize("split", CUTS)
+def test_top_k_and_top_p_leave_what_sorting_leaves(split: tuple[int, int]):
     logits = ragged_logits()
     keys = random_keys(len(logits))
     counts = set()
     for temperature in (0.3, 1.0, 2.5):
         for top_k in (0, 1, 3, 17, 40, 99):
             for top_p in (1e-6, 0.4, 0.93, 0.9999, 1.0):
-                left, drawn = on_ranks(cut)(logits, keys, 0, sampling(temperature, top_k, top_p))
+                left, drawn = on_ranks(split)(logits, keys, 0, sampling(temperature, top_k, top_p))
                 want = np.array([allowed(row, temperature, top_k, top_p) for row in logits])
                 np.testing.assert_array_equal(left, want, err_msg=f"{temperature} {top_k} {top_p}")
                 assert want[np.arange(len(want)), drawn].all()
@@ -106,11 +106,11 @@ def test_draws_have_the_probabilities_of_the_restricted_softmax():
         assert chi_square < 24.3, (settings, counts, expected)
 
 
-def test_draws_do_not_depend_on_how_the_vocabulary_is_cut():
+def test_draws_do_not_depend_on_how_the_vocabulary_is_split():
     logits = np.repeat(ragged_logits(), 20, axis=0)
     keys = random_keys(len(logits))
     for settings in (sampling(), sampling(0.7, 9, 0.9)):
-        drawn = [np.asarray(on_ranks(cut)(logits, keys, 5, settings)[1]) for cut in CUTS]
+        drawn = [np.asarray(on_ranks(split)(logits, keys, 5, settings)[1]) for split in CUTS]
         assert len(set(drawn[0].tolist())) > 20
         for other in drawn[1:]:
             np.testing.assert_array_equal(other, drawn[0])
@@ -127,12 +127,12 @@ def test_draws_are_of_the_document_and_the_tokens_number_wherever_it_lies():
     assert (drawn(keys) != drawn(random_keys(64, 1))).mean() > 0.5
 
 
-@pytest.mark.parametrize("cut", CUTS)
-def test_without_temperature_it_is_the_likeliest_the_first_of_equals(cut: tuple[int, int]):
+@pytest.mark.parametrize("split", CUTS)
+def test_without_temperature_it_is_the_likeliest_the_first_of_equals(split: tuple[int, int]):
     logits = ragged_logits()
-    _, drawn = on_ranks(cut)(logits, random_keys(len(logits)), 0, sampling(0.0, 3, 0.5))
+    _, drawn = on_ranks(split)(logits, random_keys(len(logits)), 0, sampling(0.0, 3, 0.5))
     np.testing.assert_array_equal(drawn, np.argmax(logits, axis=-1))
-    _, coldest = on_ranks(cut)(logits, random_keys(len(logits)), 0, sampling(1e-30))
+    _, coldest = on_ranks(split)(logits, random_keys(len(logits)), 0, sampling(1e-30))
     assert (np.take_along_axis(logits, np.asarray(coldest)[:, None], 1)[:, 0] == logits.max(-1)).all()
 
 

@@ -1,4 +1,4 @@
-"""Documents assigned to context ranks: what fits stays whole, few are cut, work is even."""
+"""Documents assigned to context ranks: what fits stays whole, few are split, work is even."""
 
 import itertools
 from collections.abc import Sequence
@@ -19,19 +19,19 @@ def sizes_of(lengths: list[int]) -> list[Size]:
 
 
 def filled(shares: Shares, sizes: list[Size], chosen: Sequence[int], others: Sequence[int] = ()) -> Placement:
-    placed = shares.best(sizes, shares.rows(sizes, chosen, others, range(shares.most_cut + 1)))
+    placed = shares.best(sizes, shares.rows(sizes, chosen, others, range(shares.most_split + 1)))
     assert placed is not None
     return placed
 
 
 def slots_used(shares: Shares, placed, sizes: list[Size]) -> list[int]:
-    cut = sum(2 * shares.chunk(sizes[i].slots) for i in placed.cut)
-    return [cut + sum(sizes[i].slots for i in of_rank) for of_rank in placed.whole]
+    split = sum(2 * shares.chunk(sizes[i].slots) for i in placed.split)
+    return [split + sum(sizes[i].slots for i in of_rank) for of_rank in placed.whole]
 
 
 @pytest.mark.parametrize("context", [2, 4, 8])
-def test_rows_are_full_and_even_and_cut_no_more_than_they_must(context: int):
-    """Short documents, as of speech: cut only if attention alone has to be even."""
+def test_rows_are_full_and_even_and_split_no_more_than_they_must(context: int):
+    """Short documents, as of speech: split only if attention alone has to be even."""
     rng, capacity = np.random.default_rng(context), 8192
     sizes = sizes_of(rng.integers(10, 400, 80).tolist())
     chosen = list(range(int((np.cumsum([s.slots for s in sizes]) <= capacity).sum())))
@@ -44,10 +44,10 @@ def test_rows_are_full_and_even_and_cut_no_more_than_they_must(context: int):
         assert sum(sizes[i].slots for i in placed.order) >= FULL * capacity
         assert shares.imbalance(placed, sizes) <= EVEN_ENOUGH
         if pairs_per_slot:
-            assert not placed.cut
+            assert not placed.split
 
 
-def test_a_long_document_is_cut_and_the_first_is_always_placed():
+def test_a_long_document_is_split_and_the_first_is_always_placed():
     shares = Shares(4, 64, 2)
     sizes = sizes_of([16, 40, 30, 64, 3])
     for first in range(len(sizes)):
@@ -55,7 +55,7 @@ def test_a_long_document_is_cut_and_the_first_is_always_placed():
         placed = filled(shares, sizes, order)
         assert first in placed.order
         assert max(slots_used(shares, placed, sizes)) <= 16
-        assert {i for i in placed.order if sizes[i].slots > 16} <= set(placed.cut)
+        assert {i for i in placed.order if sizes[i].slots > 16} <= set(placed.split)
     assert shares.fits(sizes[3])
     assert not shares.fits(sizes[3]._replace(segments=2))
     two = sizes_of([32, 30])
@@ -86,7 +86,7 @@ def test_exchanges_lower_the_most_work():
 
 @pytest.mark.parametrize("context", [2, 3, 4])
 def test_the_permutation_gives_every_rank_its_documents_in_order(context: int):
-    """Each whole document on one rank, of each cut one two chunks; local order is document order."""
+    """Each whole document on one rank, of each split one two chunks; local order is document order."""
     rng, shares = np.random.default_rng(1), Shares(context, 24 * context, 2)
     for _ in range(20):
         lengths = rng.integers(1, 48, 6).tolist()
@@ -100,12 +100,12 @@ def test_the_permutation_gives_every_rank_its_documents_in_order(context: int):
         batch, report = pack_row(
             row, context=context, layout="whole", shares=shares, placement=placed.renumbered(), **sizes
         )
-        ids, positions, cuts = batch.segment_ids[0], batch.positions[0], batch.cuts[0]
+        ids, positions, splits = batch.segment_ids[0], batch.positions[0], batch.splits[0]
         layout = ContextLayout("whole", context)
         assert report.keys == tuple(d.key for d in row)
         work = shares.rank_work(placed, sizes_of(lengths))
         np.testing.assert_array_equal(attention_work(positions, ids, context), work)
-        for number, slots in enumerate(layout.document_slots(ids, cuts=cuts), 1):
+        for number, slots in enumerate(layout.document_slots(ids, splits=splits), 1):
             np.testing.assert_array_equal(batch.tokens[0, slots], int(report.keys[number - 1]) + 1)
             np.testing.assert_array_equal(positions[slots], np.arange(len(slots)))
         for rank in range(context):
@@ -114,7 +114,7 @@ def test_the_permutation_gives_every_rank_its_documents_in_order(context: int):
             assert (np.diff(ids[mine][real]) >= 0).all()
             of_rank = {int(report.keys[i - 1]) for i in ids[mine][real]}
             assert {placed.order.index(i) for i in of_rank} <= {
-                placed.order.index(i) for i in (*placed.cut, *placed.whole[rank])
+                placed.order.index(i) for i in (*placed.split, *placed.whole[rank])
             }
 
 

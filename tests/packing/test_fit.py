@@ -1,4 +1,4 @@
-"""Whether encoder chunks fit the audio ranks: whole where they can, else cut as few as possible."""
+"""Whether encoder chunks fit the audio ranks: whole where they can, else split as few as possible."""
 
 import numpy as np
 
@@ -39,9 +39,9 @@ def test_no_assignment_is_none_whatever_the_order():
     assert outcomes == {True, False}
 
 
-def test_chunks_are_cut_over_ranks_only_where_they_must_be():
+def test_chunks_are_split_over_ranks_only_where_they_must_be():
     assert place_chunks([24, 24, 24], 2, 48) == [0, 48, 24]
-    assert place_chunks([24, 24, 24], 2, 40) == [0, 24, 48], "the second one is cut"
+    assert place_chunks([24, 24, 24], 2, 40) == [0, 24, 48], "the second one is split"
     assert place_chunks([16, 40, 24], 2, 40) == [40, 0, 56]
     assert place_chunks([8, 72], 4, 24) == [0, 8], "the second one spans all ranks"
     assert place_chunks([], 3, 0) == []

@@ -49,7 +49,7 @@ def test_document_chunks_of_the_examples(cu, context, ranks):
         assert found.tolist() == expected
 
 
-def test_document_chunks_cut_the_buffer_evenly():
+def test_document_chunks_split_the_buffer_evenly():
     rng = np.random.default_rng(1)
     for context in (2, 3, 4):
         cu = np.concatenate([[0], np.cumsum(2 * context * rng.integers(0, 6, size=9))])
@@ -58,7 +58,7 @@ def test_document_chunks_cut_the_buffer_evenly():
         np.testing.assert_array_equal(np.sort(np.concatenate(shards)), np.arange(cu[-1]))
 
 
-def test_document_chunks_refuse_what_they_cannot_cut():
+def test_document_chunks_refuse_what_they_cannot_split():
     with pytest.raises(ValueError, match=r"document 1 takes 6 tokens.*multiple of 2 \* context = 4"):
         DualChunkSwap(2).tokens_of_rank(np.array([0, 8, 14]), 0)
     with pytest.raises(ValueError, match=r"rank must lie in 0\.\.1"):

@@ -139,7 +139,7 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     }  # fmt: skip
     fields = batch._asdict()
     assert fields.pop("extras") == {}
-    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws", "cuts")} == {
+    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws", "splits")} == {
         None
     }
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
@@ -230,7 +230,7 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     with_room, report = pack_row(documents, **SIZES, **sizes)
     without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "num_mels": 0}, **sizes)
     assert report == other_report
-    optional = {"document_ids", "prefixes", "embeddings", "draws", "cuts"}
+    optional = {"document_ids", "prefixes", "embeddings", "draws", "splits"}
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
         "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",
@@ -290,7 +290,9 @@ def test_what_does_not_fit_is_refused():
     pack(documents, audio_capacity=frames, audio_ranks=2)
     with pytest.raises(ValueError, match=f"take {frames} mel frames, the buffer has {frames - 8}"):
         pack(documents, audio_capacity=frames - 8, audio_ranks=1)
-    with pytest.raises(ValueError, match=f"cut over {frames // 8} audio ranks of 8 each; expected at most 8"):
+    with pytest.raises(
+        ValueError, match=f"split over {frames // 8} audio ranks of 8 each; expected at most 8"
+    ):
         pack(documents, audio_capacity=frames, audio_ranks=frames // 8, longest_chunk=8)
     with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)

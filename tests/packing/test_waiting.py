@@ -1,4 +1,5 @@
-"""Documents that must be cut wait for one another, a bounded time; an interrupted stream goes on exactly."""
+"""Documents that must be split wait for one another, a bounded time; an interrupted stream goes on
+exactly."""
 
 import gc
 import json
@@ -26,7 +27,7 @@ PACK = PackDocuments(
     packing_bins=2,
     context=4,
     layout="whole",
-    cuts=4,
+    splits=4,
     pairs_per_slot=10_000.0,
 )
 SHARE = 64
@@ -51,17 +52,17 @@ def mixed_lengths(count: int, every: int) -> list[int]:
     return lengths.tolist()
 
 
-def cut_documents(row: PackedRow) -> int:
-    return int((np.asarray(row.batch.cuts) > 0).sum())
+def split_documents(row: PackedRow) -> int:
+    return int((np.asarray(row.batch.splits) > 0).sum())
 
 
-def test_documents_that_must_be_cut_share_rows():
+def test_documents_that_must_be_split_share_rows():
     lengths = mixed_lengths(1200, 120)
     must = sum(n > SHARE for n in lengths)
-    cut = [cut_documents(row) for row in rows_of(lengths)]
+    split = [split_documents(row) for row in rows_of(lengths)]
     assert must == 10
-    assert sum(cut) >= must
-    assert sum(x > 0 for x in cut) <= 7, "two or three of them fill a row"
+    assert sum(split) >= must
+    assert sum(x > 0 for x in split) <= 7, "two or three of them fill a row"
     assert Counter(key for row in rows_of(lengths) for key in row.report.keys) == Counter(
         map(str, range(len(lengths)))
     )
@@ -73,13 +74,13 @@ def test_a_document_is_held_back_for_so_many_buffers_and_no_more():
     rows = rows_of(lengths)
     at = next(i for i, row in enumerate(rows) if "0" in row.report.keys)
     assert PATIENCE - WINDOW - PACK.packing_bins <= at <= PATIENCE
-    assert [i for i, row in enumerate(rows) if cut_documents(row)] == [at]
+    assert [i for i, row in enumerate(rows) if split_documents(row)] == [at]
 
 
 def test_nothing_waits_for_whole_documents_where_there_are_none():
     rows = rows_of([200] * 12)
     assert sum(len(row.report.keys) for row in rows) == 12
-    assert all(cut_documents(row) for row in rows)
+    assert all(split_documents(row) for row in rows)
 
 
 @pytest.mark.parametrize("every", [12, 60])
@@ -135,7 +136,7 @@ def fit_of(slots: int, frames: int = 0) -> Fit:
 
 
 @pytest.mark.parametrize("what", ["segments", "frames"])
-def test_where_slots_are_not_what_is_full_none_is_left_behind_or_cut_for_them(what: str):
+def test_where_slots_are_not_what_is_full_none_is_left_behind_or_split_for_them(what: str):
     """Rows take the oldest up to the limit, and not the longest of all that wait in place of shorter ones."""
     rng = np.random.default_rng(0)
     if what == "segments":
@@ -148,7 +149,7 @@ def test_where_slots_are_not_what_is_full_none_is_left_behind_or_cut_for_them(wh
         buffers = [[fit_of(int(15 * s) + 5, 8 * int(12.5 * s)) for s in of_buffer] for of_buffer in seconds]
     found = list(chosen_rows(shares, buffers))
     assert len(found) >= 25
-    assert not any(row.placed.cut for row in found)
+    assert not any(row.placed.split for row in found)
     assert max(row.ages[i] for row in found for i in row.placed.order) <= 4
     takes = [sum(getattr(row.sizes[i], what) for i in row.placed.order) for row in found]
     assert min(takes) >= FULL * getattr(shares, what)
@@ -204,13 +205,13 @@ def test_long_documents_leave_no_rank_much_busier(context: int):
     assert np.mean(padding) <= 1 - FULL
 
 
-def test_without_cuts_a_document_that_is_longer_than_a_share_is_skipped_and_named():
+def test_without_splits_a_document_that_is_longer_than_a_share_is_skipped_and_named():
     skipped: dict[str, str] = {}
-    pack = replace(PACK, cuts=0, on_skip=skipped.__setitem__)
+    pack = replace(PACK, splits=0, on_skip=skipped.__setitem__)
     rows = list(grain.MapDataset.source(documents([60, 70, 64, 5, 65])).pipe(pack))
     assert sorted(key for row in rows for key in row.report.keys) == ["0", "2", "3"]
-    assert all(row.batch.cuts is None for row in rows)
-    assert Shares(4, 256, most_cut=0).starts(Placement((), ((0,), (), (), ())), [60]) == ([0], None)
+    assert all(row.batch.splits is None for row in rows)
+    assert Shares(4, 256, most_split=0).starts(Placement((), ((0,), (), (), ())), [60]) == ([0], None)
     assert sorted(skipped) == ["1", "4"]
     assert "70" in skipped["1"]
-    assert "raise capacity or context_cuts" in skipped["1"]
+    assert "raise capacity or context_splits" in skipped["1"]

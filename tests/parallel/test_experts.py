@@ -69,9 +69,9 @@ def test_experts_on_other_ranks_give_the_same_sums_and_gradients(load: str, capa
     def rank(*args: Any) -> Any:
         return pulled(lambda *a: exchanged_experts(*a, form_of(a[1]), axes, capacity, 4), *args)
 
-    cut = PartitionSpec(axes)
+    spec = PartitionSpec(axes)
     with jax.enable_x64(True):
-        spread = jax.shard_map(rank, mesh=mesh, in_specs=(cut,) * 6, out_specs=cut, check_vma=False)
+        spread = jax.shard_map(rank, mesh=mesh, in_specs=(spec,) * 6, out_specs=spec, check_vma=False)
         got = jax.jit(spread)(*inputs(load, gated))
         want = jax.jit(lambda *args: pulled(on_one_rank, *args))(*inputs(load, gated))
         assert float(jnp.abs(want[0]).max()) > 0

@@ -32,21 +32,21 @@ def test_nano_is_divided_into_stages_of_nearly_equal_cost(count: int):
     assert max(costs) <= 1.1 * np.mean(costs)
 
 
-def test_no_other_division_has_a_cheaper_dearest_stage():
+def test_no_other_division_has_a_cheaper_costliest_stage():
     rng = np.random.default_rng(0)
     for _ in range(20):
         n = int(rng.integers(3, 9))
         letters, count = "".join(rng.choice(list("M*-E"), n)), int(rng.integers(2, min(n, 4) + 1))
         costs = rng.integers(1, 20, n).astype(float).tolist()
 
-        def dearest(cuts: tuple[int, ...], costs: list[float] = costs) -> float:
+        def costliest(cuts: tuple[int, ...], costs: list[float] = costs) -> float:
             return max(sum(costs[a:b]) for a, b in zip((0, *cuts), (*cuts, len(costs)), strict=True))
 
-        best = min(dearest(cuts) for cuts in combinations(range(1, n), count - 1))
+        best = min(costliest(cuts) for cuts in combinations(range(1, n), count - 1))
         found = divide(letters, costs, count)
         assert "".join(found) == letters
         assert all(found)
-        assert dearest(tuple(np.cumsum([len(s) for s in found])[:-1].tolist())) == best
+        assert costliest(tuple(np.cumsum([len(s) for s in found])[:-1].tolist())) == best
 
 
 def test_a_pattern_of_equal_units_is_divided_into_equal_stages():

@@ -65,9 +65,9 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
             assert cost.mamba_bytes == mamba_bytes(cost.config)
         real_tokens_of_a_rank = 2 * real / len(outcome.buffers) / 4
         if cost.layout == "whole":
-            cut = sum(bool(placement.cut) for placement in outcome.placements)
-            assert cut
-            widest = attention_bytes(cost.config, 120) * cut / len(outcome.placements)
+            split = sum(bool(placement.split) for placement in outcome.placements)
+            assert split
+            widest = attention_bytes(cost.config, 120) * split / len(outcome.placements)
             assert 0 < cost.attention_bytes <= widest
         else:
             # 2 rows of 120 slots, 2 x 2 x 32 numbers each: twice around, their gradients once and home.
@@ -96,9 +96,9 @@ def test_the_verdict_names_what_decides(
 
 
 def test_a_layout_that_skips_documents_is_not_recommended_and_one_without_buffers_left_out():
-    """None may be cut, and a context rank's share is 120 slots."""
+    """None may be split, and a context rank's share is 120 slots."""
     plain = config("M*-")
-    never = replace(plain, compute=replace(plain.compute, context_cuts=0))
+    never = replace(plain, compute=replace(plain.compute, context_splits=0))
     costs = compare_layouts(text_of([9, 30, 100, 60, 200] * 50), never, WORK)
     assert {cost.layout: cost.skipped for cost in costs} == pytest.approx(
         {"buffer": 0.0, "whole": 0.2}, abs=0.01

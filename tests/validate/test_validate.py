@@ -679,7 +679,7 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         },  # unlike stages
         {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M*-M*-"},  # equal ones
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6}
-        | {"compute.context_cuts": 0},  # no document is cut
+        | {"compute.context_splits": 0},  # no document is split
         {"data.capacity": 2047},  # one context rank holds any number of tokens
         {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
         TEXT,

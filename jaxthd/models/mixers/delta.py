@@ -17,8 +17,8 @@ from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.conv import causal_conv, last_inputs
-from jaxthd.ops.delta.cuts import outputs_and_states
 from jaxthd.ops.delta.rule import DeltaInputs
+from jaxthd.ops.delta.split_documents import outputs_and_states
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments

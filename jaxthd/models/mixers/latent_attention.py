@@ -118,7 +118,7 @@ class LatentAttention(nnx.Module):
         """Where keys are gathered the ranks exchange what is kept, and each expands all of it."""
         q_NHd = self._filled(jnp.concatenate(q, axis=-1))
         gathers = self.exchange == "all_gather" or not segments.uniform_program
-        if gathers and segments.context > 1 and segments.cut is None:
+        if gathers and segments.context > 1 and segments.splits is None:
             kept_RNC = jax.lax.all_gather(kept_NC, segments.axis)
             with dropout.of_all_ranks(segments.axis):
                 pair = self._expanded(kept_RNC.reshape(-1, self.sizes.kept))

@@ -21,7 +21,7 @@ from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanInputs
-from jaxthd.ops.scan.cuts import outputs_and_states
+from jaxthd.ops.scan.split_documents import outputs_and_states
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor, own_part

@@ -4,7 +4,7 @@ A call takes one packed buffer of queries and one of keys, inside the manual sha
 
     local     causal attention of the buffer to itself, inside each document: query i sees [lo_i, i]
     remote    a run of queries sees a run of another rank's keys, all of it: one dense rectangle a row under
-              the whole-buffer layout, one a cut document under "whole" (packing/segments.py)
+              the whole-buffer layout, one a split document under "whole" (packing/segments.py)
 
 Where segments continue others (packing/prefixes.py) there is one more for the keys of every rank:
 

@@ -1,7 +1,7 @@
 """Packed causal attention over the context axis: a ring of rectangles, or gathered keys.
 
 Under whole-buffer DualChunkSwap a rank's queries see one dense rectangle of another rank's keys, or nothing;
-of a document that is cut by itself, a prefix (packing/segments.py). So all attention is the two calls of
+of a document that is split by itself, a prefix (packing/segments.py). So all attention is the two calls of
 ops/attention/contract.py: one local, and one for the keys of each other rank, skipped when empty; where
 segments continue others, one more for the keys of every rank.
 Their parts are merged by log-sum-exp in float32 (Liu et al., Ring Attention, 2023). The ring first sends keys
@@ -55,7 +55,7 @@ def packed_attention(
     """
     find_backend(BACKENDS, "attention", backend)
     segments = segments.for_mixers
-    if segments.cut is not None:
+    if segments.splits is not None:
         how: dict[str, Any] = {
             "scale": scale,
             "exchange": exchange,
@@ -89,17 +89,17 @@ def gathered_attention(
 def _attention_of_whole(
     q_NHD: Array, k_NKD: Array, v_NKV: Array, sink_H: Array | None, segments: Segments, **how: Any
 ) -> Array:
-    """Under the layout "whole": documents that are whole on this rank; and, if there are cut ones, these, by
-    the first slots of each row. Only these slots' keys and values travel.
+    """Under the layout "whole": documents that are whole on this rank; and, if there are split ones, these,
+    by the first slots of each row. Only these slots' keys and values travel.
 
     how: further arguments of packed_attention.
     """
-    cut, rows = segments.cut, segments.rows
-    assert cut is not None
-    out_NHV = packed_attention(q_NHD, k_NKD, v_NKV, cut.own, sink_H=sink_H, **how)
+    split, rows = segments.splits, segments.rows
+    assert split is not None
+    out_NHV = packed_attention(q_NHD, k_NKD, v_NKV, split.own, sink_H=sink_H, **how)
 
-    def with_cut(narrow: Segments, out_NHV: Array, sink_H: Array | None, *given: Array) -> Array:
-        """Adds the attention of the cut documents, which lie in the first slots of each row."""
+    def with_split(narrow: Segments, out_NHV: Array, sink_H: Array | None, *given: Array) -> Array:
+        """Adds the attention of the split documents, which lie in the first slots of each row."""
         width = narrow.row_length
         q, k, v = (x.reshape(rows, -1, *x.shape[1:])[:, :width] for x in given)
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -111,8 +111,8 @@ def _attention_of_whole(
         """Leaves the output as it is."""
         return out_NHV
 
-    branches: list[Any] = [without, *(partial(with_cut, narrow) for narrow in cut.narrow)]
-    both_NHV: Array = jax.lax.switch(cut.width, branches, out_NHV, sink_H, q_NHD, k_NKD, v_NKV)
+    branches: list[Any] = [without, *(partial(with_split, narrow) for narrow in split.narrow)]
+    both_NHV: Array = jax.lax.switch(split.width, branches, out_NHV, sink_H, q_NHD, k_NKD, v_NKV)
     return both_NHV
 
 
@@ -122,7 +122,7 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
         return x_NKD
     x_RTKD = x_NKD.reshape(segments.rows, -1, *x_NKD.shape[1:])
     x_RTKD = jax.lax.all_gather(x_RTKD, segments.axis, axis=1, tiled=True)
-    if segments.cut is not None:
+    if segments.splits is not None:
         x_RTKD = gather_in_rows(x_RTKD, _slots_in_order(segments))
     else:
         x_RTKD = x_RTKD[:, inverse_permutation(segments.swap.permutation(x_RTKD.shape[1]))]
@@ -131,11 +131,11 @@ def gather_in_order(x_NKD: Float[Array, "N K D"], segments: Segments) -> Float[A
 
 def _slots_in_order(segments: Segments) -> Array:
     """Under the layout "whole": the rank-major slot of each index of a row, [R, S]."""
-    assert segments.cut is not None
+    assert segments.splits is not None
     tokens = segments.row_length
     index_S = jnp.arange(segments.context * tokens, dtype=jnp.int32)
     index_RS = jnp.broadcast_to(index_S, (segments.rows, len(index_S)))
-    rank_RS, slot_RS = segments.cut.slots.slot(segments.swap, index_RS, tokens)
+    rank_RS, slot_RS = segments.splits.slots.slot(segments.swap, index_RS, tokens)
     return rank_RS * tokens + slot_RS
 
 

@@ -68,7 +68,7 @@ def gated_delta_rule(
     on from there. Both are in the accumulation dtype, and differentiable.
 
     chunk: tokens of a scan chunk; it changes speed and memory only. given: in place of segments.prefixes.
-    No document is cut; for such: ops/delta/cuts.py.
+    No document is split; for such: ops/delta/split_documents.py.
     """
     at_D = jnp.zeros(0, jnp.int32) if at_D is None else at_D
     length = len(inputs.v) // (segments.rows * segments.context_chunks)

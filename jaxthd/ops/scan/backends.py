@@ -7,8 +7,8 @@ from jaxtyping import Float
 from jaxthd.ops.backend import find_backend
 from jaxthd.ops.scan import pallas, ssd
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs
-from jaxthd.ops.scan.cuts import from_entering_states
 from jaxthd.ops.scan.prefixes import ssd_and_prefix_outputs
+from jaxthd.ops.scan.split_documents import from_entering_states
 from jaxthd.packing.segments import Segments
 
 BACKENDS: dict[str, ScanBackend] = {b.name: b for b in (pallas.BACKEND, ssd.BACKEND)}
@@ -18,11 +18,11 @@ BACKENDS: dict[str, ScanBackend] = {b.name: b for b in (pallas.BACKEND, ssd.BACK
 def scan(inputs: ScanInputs, segments: Segments, *, chunk: int, backend: str) -> Float[Array, "N H P"]:
     """ops/scan/ssd.py's scan by the back-end called `backend`. A document that continues another one
     (segments.prefixes) starts from the state at that one's end, and so does a context chunk that continues a
-    document (segments.cut). Raises ValueError for a back-end that is not there.
+    document (segments.splits). Raises ValueError for a back-end that is not there.
     """
     segments = segments.for_mixers
-    if segments.cut is not None:
-        y_NHP = scan(inputs, segments.cut.own, chunk=chunk, backend=backend)
+    if segments.splits is not None:
+        y_NHP = scan(inputs, segments.splits.own, chunk=chunk, backend=backend)
         nowhere = jnp.zeros(0, jnp.int32)
         return y_NHP + from_entering_states(inputs, segments, nowhere, chunk=chunk)[0]
     run = find_backend(BACKENDS, "scan", backend).scan

@@ -139,7 +139,7 @@ def _prefix_in_steps(maps: StateMap, segments: Segments) -> Array:
 
 
 def gathered_chunks(x: Array, dim: int, segments: Segments) -> tuple[Array, tuple[Array, Array]]:
-    """Gathers what all ranks have for their chunks of cut documents, under the layout "whole".
+    """Gathers what all ranks have for their chunks of split documents, under the layout "whole".
 
     x: dim `dim` of it is that of a document's two chunks on a rank. Returns x without it, with a first dim of
     the document's 2 * ranks chunks, in their order; and which of these are this rank's two.

@@ -11,8 +11,8 @@ from jax.sharding import PartitionSpec
 
 from jaxthd.ops.attention.ring import gather_in_order, packed_attention
 from jaxthd.ops.conv import causal_conv
-from jaxthd.ops.delta.cuts import outputs_and_states
 from jaxthd.ops.delta.rule import DeltaInputs
+from jaxthd.ops.delta.split_documents import outputs_and_states
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.packing.assignment import Placement, Shares
@@ -23,7 +23,7 @@ from jaxthd.packing.segments import make_segments
 from tests.helpers import assert_same, context_mesh
 
 CAPACITY = {1: 128, 2: 128, 4: 128, 8: 256}
-"""Of a buffer, by context ranks: a rank's share holds the longest document that is not cut."""
+"""Of a buffer, by context ranks: a rank's share holds the longest document that is not split."""
 EXCHANGES = "all_gather", "all_reduce", "all_to_all", "collective_permute", "reduce_scatter"
 MOST, H, D, P, G, S, WINDOW = 3, 4, 6, 3, 2, 5, 19
 
@@ -31,27 +31,27 @@ MOST, H, D, P, G, S, WINDOW = 3, 4, 6, 3, 2, 5, 19
 FULL = 0
 """In a case: as many tokens as the buffer has slots."""
 CASES = {
-    "nothing is cut": [([20, 9, 12, 3, 16, 30, 1, 7], ()), ([], ())],
+    "nothing is split": [([20, 9, 12, 3, 16, 30, 1, 7], ()), ([], ())],
     "one fills the buffer": [([FULL], (0,)), ([31, 5, 17, 2], ())],
-    "most are cut": [([33, 20, 41, 2, 5, 1], (2, 0, 1)), ([50, 8, 3, 9, 14], (0,))],
-    "a cut document shorter than its chunks": [([9, 20, 7], (0, 1)), ([100, 4], (0,))],
+    "most are split": [([33, 20, 41, 2, 5, 1], (2, 0, 1)), ([50, 8, 3, 9, 14], (0,))],
+    "a split document shorter than its chunks": [([9, 20, 7], (0, 1)), ([100, 4], (0,))],
 }
-"""Of two rows: the documents, and which are cut, in this order."""
+"""Of two rows: the documents, and which are split, in this order."""
 
 
-def packed(lengths: list[int], cut: tuple[int, ...], context: int) -> Any:
-    """A row, laid out; documents that are not cut are dealt to the ranks."""
+def packed(lengths: list[int], split: tuple[int, ...], context: int) -> Any:
+    """A row, laid out; documents that are not split are dealt to the ranks."""
     lengths = [n or CAPACITY[context] for n in lengths]
     documents = [
         Document(str(i), np.ones(n, np.int32), np.zeros(n, bool), np.ones(n, bool))
         for i, n in enumerate(lengths)
     ]
     shares = Shares(context, CAPACITY[context], MOST)
-    rest = sorted(set(range(len(lengths))) - set(cut), key=lambda i: -lengths[i])
+    rest = sorted(set(range(len(lengths))) - set(split), key=lambda i: -lengths[i])
     dealt: list[list[int]] = [[] for _ in range(context)]
     for i in rest:
         min(dealt, key=lambda on_rank: sum(lengths[j] for j in on_rank)).append(i)
-    placement = Placement(cut, tuple(map(tuple, dealt)))
+    placement = Placement(split, tuple(map(tuple, dealt)))
     sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": 16}
     return pack_row(
         documents,
@@ -83,10 +83,10 @@ def mixers(params: Any, x: Any, segments: Any, exchange: str) -> Any:
 
 @functools.cache
 def program(context: int, exchange: str) -> Any:
-    """(params, x, ids, positions, cuts, cotangents) -> (outputs, gradients, keys in document order)."""
+    """(params, x, ids, positions, splits, cotangents) -> (outputs, gradients, keys in document order)."""
     axis = "context" if context > 1 else None
 
-    def rank(params: Any, x: Any, ids: Any, positions: Any, cuts: Any, dy: Any) -> Any:
+    def rank(params: Any, x: Any, ids: Any, positions: Any, splits: Any, dy: Any) -> Any:
         segments = make_segments(
             ids,
             positions,
@@ -94,7 +94,7 @@ def program(context: int, exchange: str) -> Any:
             axis=axis,
             layout="whole",
             documents=16,
-            cuts_RK=cuts,
+            splits_RK=splits,
             window=WINDOW,
             uniform_program=exchange != "in a stage",
         )
@@ -136,23 +136,24 @@ def test_mixers_equal_those_on_one_device(context: int, exchange: str):
             compare([packed(*row, context) for row in case], context, exchange)
 
 
-def test_rows_that_cut_nothing_equal_those_on_one_device_without_any_exchange():
-    """compute.context_cuts 0. The keys in document order are gathered by the test itself."""
+def test_rows_that_split_nothing_equal_those_on_one_device_without_any_exchange():
+    """compute.context_splits 0. The keys in document order are gathered by the test itself."""
     with jax.enable_x64(True):
         rows = [packed([20, 9, 12, 3, 16, 30, 1, 7], (), 4), packed([31, 5], (), 4)]
-        arguments = compare(rows, 4, "ring", no_cuts=True)
+        arguments = compare(rows, 4, "ring", no_splits=True)
         text = program(4, "ring").lower(*arguments).as_text()
         exchanges = [name for name in EXCHANGES if f"stablehlo.{name}" in text]
         assert exchanges == ["all_gather", "all_reduce"], "of keys and of the parameters' gradients"
         assert text.count("stablehlo.all_gather") == 1
 
 
-def compare(rows: list[Any], context: int, exchange: str, *, no_cuts: bool = False) -> Any:
-    """Returns the arguments of the program on the context ranks. no_cuts: it is not given which are cut."""
-    rng, names = np.random.default_rng(0), ("segment_ids", "positions", "cuts")
-    ids, positions, cuts = (np.concatenate([getattr(row, name) for row in rows]) for name in names)
+def compare(rows: list[Any], context: int, exchange: str, *, no_splits: bool = False) -> Any:
+    """Returns the arguments of the program on the context ranks. no_splits: it is not given which are
+    split."""
+    rng, names = np.random.default_rng(0), ("segment_ids", "positions", "splits")
+    ids, positions, splits = (np.concatenate([getattr(row, name) for row in rows]) for name in names)
     layout = ContextLayout("whole", context)
-    orders = [layout.permutation(*row) for row in zip(ids, cuts, strict=True)]
+    orders = [layout.permutation(*row) for row in zip(ids, splits, strict=True)]
     backs = [np.argsort(order) for order in orders]
 
     def rows_by(tree: Any, by: Any) -> Any:
@@ -168,7 +169,7 @@ def compare(rows: list[Any], context: int, exchange: str, *, no_cuts: bool = Fal
     dy = jax.tree.map(lambda a: a * real.reshape(2, -1, *[1] * (a.ndim - 2)), dy)
     want = program(1, "ring")(params, x, *in_order, None, dy)
     x, dy = rows_by((x, dy), orders)
-    arguments = params, x, ids, positions, None if no_cuts else cuts, dy
+    arguments = params, x, ids, positions, None if no_splits else splits, dy
     y, dparams, dx, keys = program(context, exchange)(*arguments)
 
     def of_tokens(tree: Any) -> Any:

@@ -1,15 +1,16 @@
-"""The scan of documents that are cut over context ranks, while others are whole (packing/cuts.py).
+"""The scan of documents that are split over context ranks, while others are whole
+(packing/split_documents.py).
 
-Each context chunk of a cut document is scanned from a zero state, as if it were a document, by any back-end,
-together with the whole documents. The scan is linear in the state that enters it. So a token t gets
+Each context chunk of a split document is scanned from a zero state, as if it were a document, by any
+back-end, together with the whole documents. The scan is linear in the state that enters it. So a token t gets
 
     exp(sum of dt a from the chunk's first token to t) C_t . H
 
 more, where H is the state that enters the chunk: as ops/scan/prefixes.py has it for documents that continue a
 prefix. H comes from what all chunks of the document do to a state, as in state_passing.py: 2 * context maps
-for each cut document. If no document is cut, nothing of this is computed or exchanged.
+for each split document. If no document is split, nothing of this is computed or exchanged.
 
-Legend: as ops/scan/ssd.py; E context chunks of cut documents on this rank.
+Legend: as ops/scan/ssd.py; E context chunks of split documents on this rank.
 """
 
 import jax
@@ -28,34 +29,34 @@ from jaxthd.packing.segments import Segments
 def from_entering_states(
     inputs: ScanInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
-    """Additions of the states that enter context chunks of cut documents to outputs, and to the states after
-    the tokens at_D; 0 elsewhere.
+    """Additions of the states that enter context chunks of split documents to outputs, and to the states
+    after the tokens at_D; 0 elsewhere.
 
-    Arguments and dtypes: as ssd_and_states has them; segments.cut is not None.
+    Arguments and dtypes: as ssd_and_states has them; segments.splits is not None.
     """
-    cut, tokens = segments.cut, segments.row_length
-    assert cut is not None
-    heads, number_N = inputs.x.shape[1:], cut.chunk_of_token
+    split, tokens = segments.splits, segments.row_length
+    assert split is not None
+    heads, number_N = inputs.x.shape[1:], split.chunk_of_token
 
     def passed(inputs: ScanInputs) -> tuple[Array, Array]:
         """Additions of the states that enter context chunks."""
-        ends_E = cut.own.local_index(cut.end)
-        _, state_EHPS = ssd_and_states(inputs, cut.own, ends_E, chunk=chunk)
-        chunks = in_scan_chunks(inputs, cut.own, min(chunk, tokens))
-        decay_CGhQ = decays_since_start(chunks, cut.own)
+        ends_E = split.own.local_index(split.end)
+        _, state_EHPS = ssd_and_states(inputs, split.own, ends_E, chunk=chunk)
+        chunks = in_scan_chunks(inputs, split.own, min(chunk, tokens))
+        decay_CGhQ = decays_since_start(chunks, split.own)
         entering_EHPS = _entering_states(_decay_at(decay_CGhQ, ends_E, tokens), state_EHPS, segments)
-        more_NHP = from_states(inputs, chunks, decay_CGhQ, entering_EHPS, number_N, cut.own)
+        more_NHP = from_states(inputs, chunks, decay_CGhQ, entering_EHPS, number_N, split.own)
         decay_DH11 = _decay_at(decay_CGhQ, at_D, tokens).reshape(len(at_D), heads[0], 1, 1)
         number_D = jnp.where(at_D >= 0, number_N[at_D], -1)
         more_DHPS = jnp.where((number_D >= 0).reshape(-1, 1, 1, 1), decay_DH11 * entering_EHPS[number_D], 0)
         return more_NHP, more_DHPS
 
     def none(inputs: ScanInputs) -> tuple[Array, Array]:
-        """Zeros in their place: no document is cut."""
+        """Zeros in their place: no document is split."""
         acc, state = accumulation_dtype(inputs.x), inputs.b.shape[-1]
         return jnp.zeros(inputs.x.shape, acc), jnp.zeros((len(at_D), *heads, state), acc)
 
-    more: tuple[Array, Array] = jax.lax.cond(cut.width > 0, passed, none, inputs)
+    more: tuple[Array, Array] = jax.lax.cond(split.width > 0, passed, none, inputs)
     return more
 
 
@@ -64,9 +65,9 @@ def outputs_and_states(
 ) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
     """ssd_and_states under every layout."""
     segments = segments.for_mixers
-    if segments.cut is None:
+    if segments.splits is None:
         return ssd_and_states(inputs, segments, at_D, chunk=chunk)
-    y_NHP, state_DHPS = ssd_and_states(inputs, segments.cut.own, at_D, chunk=chunk)
+    y_NHP, state_DHPS = ssd_and_states(inputs, segments.splits.own, at_D, chunk=chunk)
     more_NHP, more_DHPS = from_entering_states(inputs, segments, at_D, chunk=chunk)
     return y_NHP + more_NHP, state_DHPS + more_DHPS
 
@@ -86,13 +87,13 @@ def _entering_states(decay_EGh: Array, state_EHPS: Array, segments: Segments) ->
 
 
 def entering_states(maps: StateMap, segments: Segments) -> Array:
-    """The state that enters each context chunk of cut documents, shaped as maps.added.
+    """The state that enters each context chunk of split documents, shaped as maps.added.
 
     maps: what each of them does to a state, leaves [E, ...]; 0 where there is no such chunk. One document of
     each row after the other, as many as there are.
     """
-    assert segments.cut is not None
-    chunk_RK = segments.cut.slots.chunk
+    assert segments.splits is not None
+    chunk_RK = segments.splits.slots.chunk
 
     def by_document(x_E: Array) -> Array:
         """[E, ...] -> [K, R, 2, ...]."""
