@@ -41,6 +41,7 @@ def commands() -> dict[str, str]:
 
 
 def listing() -> str:
+    """The commands as text, each with what it does."""
     found = commands()
     width = max(map(len, found))
     lines = [f"  {name:<{width}}  {does}" for name, does in found.items()]

@@ -24,6 +24,7 @@ from jaxthd.validate import DeviceFacts, findings
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     names_only = {"action": "store_true", "help": "names of parameters and projections"}
     config, path, _, options, _ = parse_command_line("describe", argv, {"names": names_only}, __doc__)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
@@ -41,6 +42,7 @@ def describe(config: Config) -> str:
     ]
 
     def numbers(copies: str, of: Sequence[Group], has_active: bool = False) -> tuple[str, ...]:
+        """Cells of a row: copies, parameters, their share of the model, trained ones, active ones."""
         parameters, own = sum(g.parameters for g in of), sum(g.trained for g in of)
         share, active = f"{parameters / total:.2%}", f"{sum(g.active for g in of):,}" if has_active else ""
         some = f"{own:,}" if own else "none"

@@ -48,10 +48,12 @@ class Found(NamedTuple):
 
     @property
     def kind(self) -> str:
+        """The kind of kernel that these back-ends compute."""
         return self.kernels[0].kind
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     parser = argparse.ArgumentParser(prog="jaxthd doctor", description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "source", nargs="?", metavar="SOURCE", help="a config file or a workdir: compare for its model"
@@ -70,6 +72,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def as_json(machine: Machine, found: Sequence[Found]) -> str:
+    """The machine, the packages and the verdicts by kind of kernel, as a JSON object."""
     report: dict[str, Any] = {
         "machine": asdict(machine),
         "packages": {name: installed(name) for name in OTHERS},
@@ -88,6 +91,7 @@ def as_json(machine: Machine, found: Sequence[Found]) -> str:
 
 
 def as_tables(machine: Machine, found: Sequence[Found]) -> str:
+    """The machine and the verdicts as text, a table for each kind and shape."""
     capability = machine.compute_capability and f"compute capability {machine.compute_capability}"
     versions = {
         "devices": ", ".join(

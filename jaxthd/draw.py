@@ -15,6 +15,7 @@ from jaxthd.run.metrics_file import read_metrics
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     parser = argparse.ArgumentParser(prog="jaxthd draw", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("workdir", type=home_path, help="folder of the run; receives curves.png")
     workdir = parser.parse_args(argv).workdir

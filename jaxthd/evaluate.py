@@ -86,6 +86,7 @@ class SetResult(NamedTuple):
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     line = parse_command_line("evaluate", argv, OPTIONS, __doc__)
     weights, options = line.weights(), line.options
     if not weights:
@@ -187,9 +188,11 @@ def _table(summary: Mapping[str, Any]) -> str:
     """The command's output as text. summary: the content of summary.json."""
 
     def percent(x: float | None) -> str:
+        """A share as a percentage; "-" where there is none, or it is NaN."""
         return f"{x:.2%}" if x is not None and x == x else "-"
 
     def number(x: float | None, digits: int) -> str:
+        """A number with so many digits after the point; "-" where there is none."""
         return f"{x:.{digits}f}" if x is not None else "-"
 
     rows = [

@@ -50,6 +50,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     line = parse_command_line("generate", argv, OPTIONS, __doc__)
     config, options, weights = line.config, line.options, line.weights()
     _check(options, weights)

@@ -11,7 +11,6 @@ file's header. The lengths are packed as the loader would pack them, for a range
 from pathlib import Path
 from typing import Any
 
-from jaxthd.data.mixing import mixing_weights
 from jaxthd.errors import readable_errors
 from jaxthd.planning.lengths import draw, measure, read_examples
 from jaxthd.planning.report import describe_plan
@@ -34,8 +33,7 @@ def main(argv: list[str] | None = None) -> None:
     found, unusable = zip(*(measure(examples, config) for examples in read_examples(config)), strict=True)
     if sum(unusable):
         print(f"{sum(unusable):,} documents cannot be used; a training run lists them in skipped.jsonl")
-    weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
-    stream = draw(found, weights or (), config.data.seed)
+    stream = draw(found, config.data)
     plan = make_plan(stream, config, epoch=sum(len(lengths.tokens) for lengths in found))
     print(f"\n{describe_plan(plan)}")
     from jaxthd.figures.plan import draw_plan  # matplotlib takes a while to load

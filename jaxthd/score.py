@@ -69,6 +69,7 @@ COLUMNS = "document|tokens|log-prob|a token|text"
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Runs the command with these arguments; None: those of the process."""
     line = parse_command_line("score", argv, OPTIONS, __doc__)
     config, options, weights = line.config, line.options, line.weights()
     line.require("manifest", "out")

@@ -31,13 +31,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxthd.config import DataConfig, LLMConfig
+from jaxthd.config import ComputeConfig, DataConfig, LLMConfig
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import encoder_frames
 from jaxthd.packing.layout import attention_work, imbalance
-from jaxthd.planning.layouts import state_bytes
 from jaxthd.planning.program import compiled
 from scripts.benchmark import Claim, benchmark, conclude, show
 from tests.context_costs import (
@@ -213,7 +212,7 @@ def blocks_section(
 def show_crossover(contexts: Sequence[int], tokens: int = 32768) -> None:
     rows = []
     for context in contexts:
-        states = state_bytes(NANO, context, 2)
+        states = passed_bytes("M", NANO, context, ComputeConfig(dtype="bfloat16"))
         lean, whole = (all_to_all_bytes(NANO, context, 2, gate=gate) for gate in (False, True))
         rows.append(
             [

@@ -23,7 +23,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.params import Buffer, Init
-from jaxthd.planning.layouts import delta_bytes, state_bytes
+from jaxthd.planning import layouts
 from jaxthd.planning.program import compiled, received_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
@@ -118,12 +118,12 @@ def layer_bytes(
     return int(sum(received.values(), np.zeros(context)).max())
 
 
-def passed_bytes(kind: str, llm: LLMConfig, context: int) -> float:
-    """What the planner says a rank receives in such a layer, which passes states, for one row in float32."""
-    if kind == "M":
-        return state_bytes(llm, context, 4)
-    model, data = ModelConfig(None, llm), DataConfig(rows=1)
-    return delta_bytes(Config(mesh=MeshConfig(context=context), data=data, model=model))
+def passed_bytes(kind: str, llm: LLMConfig, context: int, compute: ComputeConfig = COMPUTE) -> float:
+    """Bytes that a rank receives in such a layer, which passes states, for one row, as the planner says."""
+    mesh, data = MeshConfig(context=context), DataConfig(rows=1)
+    return layouts.passed_bytes(
+        Config(model=ModelConfig(None, llm), data=data, compute=compute, mesh=mesh), kind
+    )
 
 
 def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:

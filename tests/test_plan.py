@@ -166,10 +166,10 @@ def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
     few, many = random_lengths(7), random_lengths(13)
     few = few._replace(tokens=np.arange(7))
     many = many._replace(tokens=np.arange(7, 20))
-    whole = draw([few, many], (), 0)
+    whole = draw([few, many], DataConfig())
     assert np.bincount(whole.tokens).tolist() == [150] * 20
     assert whole.tokens[:20].tolist() != whole.tokens[20:40].tolist()
-    drawn = draw([few, many], (3.0, 1.0), 0)
+    drawn = draw([few, many], DataConfig(weights=(3.0, 1.0)))
     counts = np.bincount(drawn.tokens)
     assert counts[:7].sum() == pytest.approx(2250, rel=0.05)
     assert np.ptp(counts[:7]) <= 1
@@ -178,7 +178,7 @@ def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
     assert drawn.frames.tolist() == frames[drawn.tokens].tolist()
     assert drawn.chunks == [[*few.chunks, *many.chunks][i] for i in drawn.tokens]
     with pytest.raises(UserError, match=r"\[7, 0\] usable documents"):
-        draw([few, Lengths(np.zeros(0, int), np.zeros(0, int), np.zeros(0), [])], (), 0)
+        draw([few, Lengths(np.zeros(0, int), np.zeros(0, int), np.zeros(0), [])], DataConfig())
 
 
 @pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(context=2), MeshConfig(context=4, tensor=2)])

@@ -34,6 +34,7 @@ SMOOTHED_POINTS = 50
 
 
 def titled(axes: Axes, title: str, y: str, color: str = INK) -> None:
+    """Gives axes over steps their title, the y axis' label in this color, and a grid."""
     axes.set_title(title, loc="left", fontweight="bold", color=INK)
     axes.set_xlabel("step")
     axes.tick_params(labelbottom=True)
@@ -52,6 +53,7 @@ def second_axis(axes: Axes, y: str, color: str) -> Axes:
 
 
 def xy(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[Number]]:
+    """(steps, values) of the lines in which the metric is, and is finite."""
     found = values(lines, name)
     return [step for step, _ in found], [value for _, value in found]
 

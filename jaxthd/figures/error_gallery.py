@@ -64,6 +64,7 @@ def draw_gallery(cases: Sequence[Case], path: Path) -> None:
 
 
 def gallery_figure(cases: Sequence[Case]) -> Figure:
+    """The figure of the cases, each a spectrogram over its lines of words."""
     lines = [wrapped(aligned_words(case.reference, case.hypothesis)) for case in cases]
     heights = [SPECTROGRAM + 2 * GAP + LINE * (3 * len(found) + 1) for found in lines]
     figure = Figure(figsize=(WIDTH, sum(heights) + GAP), dpi=DPI)

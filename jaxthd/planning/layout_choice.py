@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from jaxthd.config import Config
-from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
@@ -109,8 +108,7 @@ def _costs(config: Config) -> list[LayoutCost]:
     """
     sources = read_examples(config, MOST_READ, say=lambda line: None)
     found = [measure(examples, config)[0] for examples in sources]
-    weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
-    stream = _first(draw(found, weights or (), config.data.seed), config.data.capacity)
+    stream = _first(draw(found, config.data), config.data.capacity)
     costs = compare_layouts(stream, _with(config, "buffer"), flops_per_slot(config))
     by_buffer = next((cost for cost in costs if cost.layout == "buffer"), None)
     if by_buffer is None:

@@ -7,7 +7,7 @@ leave some slots of a rank empty.
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import NamedTuple, get_args
@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Float
 
-from jaxthd.config import Config, LLMConfig
+from jaxthd.config import Config
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
 from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, Shares
 from jaxthd.packing.layout import LayoutKind
@@ -137,11 +137,9 @@ def _layout_cost(stream: Lengths, outcome: Outcome, work: tuple[float, float]) -
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
-    received, letters = (
-        _mean_bytes(mamba_bytes, outcome),
-        llm.letters + llm.mtp_pattern * config.depths_trained,
-    )
-    exchanged = letters.count("M") * received + letters.count("D") * _mean_bytes(delta_bytes, outcome)
+    letters = llm.letters + llm.mtp_pattern * config.depths_trained
+    received = _mean_passed_bytes("M", outcome)
+    exchanged = letters.count("M") * received + letters.count("D") * _mean_passed_bytes("D", outcome)
     keys_and_values = _mean_attention_bytes(stream, outcome)
     exchanged += sum(map(letters.count, "*LW")) * keys_and_values
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
@@ -169,12 +167,12 @@ def _keys_seen(tokens: Float[np.ndarray, " documents"], window: int | float) -> 
     return float((within * (within + 1) / 2 + (tokens - within) * within).sum() / tokens.sum())
 
 
-def _mean_bytes(of: Callable[..., float], outcome: Outcome) -> float:
-    """mamba_bytes or delta_bytes; under the layout "whole", the mean over the buffers."""
+def _mean_passed_bytes(letter: str, outcome: Outcome) -> float:
+    """passed_bytes; under the layout "whole", the mean over the buffers."""
     if not outcome.placements:
-        return of(outcome.config)
+        return passed_bytes(outcome.config, letter)
     splits = Counter(len(placement.split) for placement in outcome.placements)
-    each = [of(outcome.config, number) * count for number, count in splits.items()]
+    each = [passed_bytes(outcome.config, letter, number) * count for number, count in splits.items()]
     return sum(each) / len(outcome.placements)
 
 
@@ -217,60 +215,42 @@ def attention_bytes(config: Config, slots: int) -> float:
     return rows * slots * numbers * (others * (2 * activation + wide) + home)
 
 
-def mamba_bytes(config: Config, split: int | None = None) -> float:
-    """Bytes that a rank receives in one Mamba2 layer in a step, forward and backward, for all its rows.
+def passed_bytes(config: Config, letter: str, split: int | None = None) -> float:
+    """Bytes that a rank receives in one layer that passes states, in a step, forward and backward, for all
+    its rows. The forward pass that compute.remat repeats is not counted.
 
-    The forward pass that compute.remat repeats is not counted. split: split documents of each row, under the
-    layout "whole"; None: as many as there may be.
+    letter: "M" for Mamba2, "D" for the gated delta rule, whose map of a context chunk has a matrix a head.
+    split: split documents of each row, under the layout "whole"; None: as many as there may be.
+
+    Under the layout "buffer" a rank has two context chunks, each with a state and decay. They are gathered
+    from all ranks; with many ranks they are passed in log2 steps, two shifts and a sum. The convolution's
+    halos come from both neighbours. Under "whole" each split document has two context chunks; their states,
+    and the halos of as many documents as there may be, are all gathered. The backward pass sends as much in
+    the other direction.
     """
-    mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
-    heads, groups = llm.mamba_heads // mesh.tensor, max(llm.mamba_groups // mesh.tensor, 1)
-    llm = replace(llm, mamba_heads=heads, mamba_groups=groups)
+    mesh, rows, most = config.mesh, config.data.rows / config.mesh.data, config.compute.context_splits
+    state, halo = _passed_sizes(config, letter)
+    if config.compute.layout == "buffer":
+        halos = min(mesh.context - 1, 2) * halo
+        return rows * 2 * (_maps_received(mesh.context) * state + halos)
+    split = most if split is None else split
+    return rows * 2 * 2 * (mesh.context - 1) * (split * state + most * halo) if split else 0.0
+
+
+def _passed_sizes(config: Config, letter: str) -> tuple[int, int]:
+    """Bytes of a rank's (map of a context chunk, halo of its convolution) in a layer that passes states."""
+    tensor, llm = config.mesh.tensor, config.model.llm
     activation = jnp.dtype(config.compute.dtype).itemsize
-    if config.compute.layout == "buffer":
-        return rows * state_bytes(llm, mesh.context, activation)
-    most = config.compute.context_splits
-    split = most if split is None else split
-    return rows * whole_state_bytes(llm, mesh.context, activation, split, most) if split else 0.0
-
-
-def state_bytes(llm: LLMConfig, context: int, activation: int) -> int:
-    """Bytes for one row under the whole-buffer layout: Mamba2's states and the convolution's halos.
-
-    A rank has two context chunks, each with a float32 state and decay. They are gathered from all ranks; with
-    many ranks they are passed in log2 steps, two shifts and a sum. Halos, with `activation` bytes a number,
-    come from both neighbours. The backward pass sends as much in the other direction.
-    """
-    heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
-    pairs = _maps_received(context)
-    channels = inner + 2 * llm.mamba_groups * llm.mamba_state
-    halos = min(context - 1, 2) * (llm.mamba_conv - 1) * channels * activation
-    return 2 * (pairs * (heads + inner * llm.mamba_state) * 4 + halos)
-
-
-def whole_state_bytes(llm: LLMConfig, context: int, activation: int, split: int, most_split: int) -> int:
-    """Bytes for one row with split documents, under the layout "whole": the states of the two context chunks
-    of each of `split` documents, and the halos of as many as there may be; all are gathered.
-    """
-    heads, inner = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim
-    channels = inner + 2 * llm.mamba_groups * llm.mamba_state
-    state, halo = (heads + inner * llm.mamba_state) * 4, (llm.mamba_conv - 1) * channels * activation
-    return 2 * 2 * (context - 1) * (split * state + most_split * halo)
-
-
-def delta_bytes(config: Config, split: int | None = None) -> float:
-    """As mamba_bytes, of a layer of the gated delta rule. Its map of a context chunk has a matrix a head."""
-    mesh, delta, rows = config.mesh, config.model.llm.delta, config.data.rows / config.mesh.data
-    context, activation = mesh.context, jnp.dtype(config.compute.dtype).itemsize
-    heads, groups = delta.value_heads // mesh.tensor, max(delta.key_heads // mesh.tensor, 1)
-    inner, wide = heads * delta.value_dim, max(activation, 4)
-    state = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * wide
-    halo = (delta.conv - 1) * (inner + 2 * groups * delta.key_dim) * activation
-    if config.compute.layout == "buffer":
-        return rows * 2 * (_maps_received(context) * state + min(context - 1, 2) * halo)
-    most = config.compute.context_splits
-    split = most if split is None else split
-    return rows * 2 * 2 * (context - 1) * (split * state + most * halo) if split else 0.0
+    if letter == "M":
+        heads, groups = llm.mamba_heads // tensor, max(llm.mamba_groups // tensor, 1)
+        inner = heads * llm.mamba_head_dim
+        channels = inner + 2 * groups * llm.mamba_state
+        return (heads + inner * llm.mamba_state) * 4, (llm.mamba_conv - 1) * channels * activation
+    delta = llm.delta
+    heads, groups = delta.value_heads // tensor, max(delta.key_heads // tensor, 1)
+    state = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * max(activation, 4)
+    channels = heads * delta.value_dim + 2 * groups * delta.key_dim
+    return state, (delta.conv - 1) * channels * activation
 
 
 def _maps_received(context: int) -> int:

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from jaxthd.config import AugmentConfig, Config
+from jaxthd.config import AugmentConfig, Config, DataConfig
 from jaxthd.data.audio.augment import drawn_speed
 from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, chunk_audio, recording_length
@@ -166,16 +166,15 @@ def clip_samples(clip: Clip | Samples) -> int:
     return max(round((length.frames - round(clip.offset * length.rate)) * SAMPLE_RATE / length.rate), 0)
 
 
-def draw(
-    sources: Sequence[Lengths], weights: Sequence[float], seed: int, *, least: int | None = None
-) -> Lengths:
-    """A stream of documents to pack, in a random order like the loader's.
+def draw(sources: Sequence[Lengths], data: DataConfig, *, least: int | None = None) -> Lengths:
+    """A stream of documents to pack, in a random order like the loader's, seeded by data.seed.
 
-    Without weights: whole epochs of all sources, at least `least` documents (None: LEAST_DRAWN). With
+    Without mixing_weights: whole epochs of all sources, at least `least` documents (None: LEAST_DRAWN). With
     weights: the same number of documents, drawn from the sources in that proportion.
-    Raises UserError for a source without documents.
+    Raises UserError for a source without documents, and as mixing_weights does.
     """
-    rng, sizes = np.random.default_rng(seed), [len(source.chunks) for source in sources]
+    rng, sizes = np.random.default_rng(data.seed), [len(source.chunks) for source in sources]
+    weights = mixing_weights(data, sizes)
     if not all(sizes):
         raise UserError(f"the manifests give {sizes} usable documents; expected at least one of each")
     count = math.ceil((least or LEAST_DRAWN) / sum(sizes)) * sum(sizes)

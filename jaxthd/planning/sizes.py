@@ -14,7 +14,6 @@ import numpy as np
 
 from jaxthd.config import Config, DataConfig
 from jaxthd.data.example import Example
-from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.sources.registry import read_source, validation_sources
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import holds_a_run, read_config
@@ -73,8 +72,7 @@ def _for_data(config: Config) -> dict[str, int]:
     ends = time.monotonic() + MOST_SECONDS
     sources = read_examples(config, MOST_READ, say=lambda line: None)
     found = [_measured(examples, config, ends) for examples in sources]
-    weights = mixing_weights(config.data, [len(lengths.tokens) for lengths in found])
-    stream = draw(found, weights or (), config.data.seed, least=MOST_PACKED)
+    stream = draw(found, config.data, least=MOST_PACKED)
     best = with_recommended_sizes(first(stream, MOST_PACKED), config).data
     count = sum(len(lengths.tokens) for lengths in found)
     is_all = sum(map(len, sources)) < MOST_READ and time.monotonic() < ends

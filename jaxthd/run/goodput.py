@@ -52,7 +52,10 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         if not is_first():
             return
         lines = [line for line in read_lines(lines_file) if "goodput" in line]
-        newest = max((_seconds_of(lines[-1]) if lines else {}, self._stored()), key=lambda x: sum(x.values()))
+        newest = max(
+            (_seconds_of(lines[-1]) if lines else {}, stored_seconds(self._path.parent)),
+            key=lambda x: sum(x.values()),
+        )
         kept = [line for line in lines if 0 < line["step"] <= last_step]
         before = dict.fromkeys(CAUSES, 0.0) | newest
         intact = dict.fromkeys(CAUSES, 0.0) | (_seconds_of(kept[-1]) if kept else {})
@@ -83,6 +86,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         """The function, whose time belongs to this cause."""
 
         def inside(*args: P.args, **kwargs: P.kwargs) -> R:
+            """Calls the function; the time of the call belongs to the cause."""
             with self.during(cause):
                 return function(*args, **kwargs)
 
@@ -97,6 +101,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         done: list[float] = []
 
         def wait() -> None:
+            """Notes when the devices are done with `work`."""
             with suppress(Exception):  # an error of the step is raised where its results are read
                 jax.block_until_ready(work)
                 done.append(time.monotonic())
@@ -145,9 +150,6 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         self._seconds["compiling"] += compiling
         self._seconds[self._cause] += max(now - self._settled - compiling, 0.0)
         self._settled, self._compiled = now, []
-
-    def _stored(self) -> dict[str, float]:
-        return stored_seconds(self._path.parent)
 
     def _write(self) -> None:
         write_atomically(self._path, json.dumps(self._seconds) + "\n")

@@ -29,6 +29,7 @@ def profiled(
     trace = _Trace(workdir / "tensorboard", say)
 
     def numbers() -> Generator[int, None, None]:
+        """Yields the steps, and begins and ends the trace around those of the window."""
         for step in steps:
             if window and not trace.was_started and window[0] <= step <= window[1]:
                 with aside("other"):

@@ -50,6 +50,7 @@ def _samples(hypotheses: Sequence[Mapping[str, Any]], normalise: Callable[[str],
     """Answers that are right and that are wrong, from the first on."""
 
     def words(text: str) -> list[str]:
+        """The text's words, as they are compared."""
         return normalise(text).split()
 
     right = [
@@ -58,6 +59,7 @@ def _samples(hypotheses: Sequence[Mapping[str, Any]], normalise: Callable[[str],
     wrong = [x for x in hypotheses if words(x["hypothesis"]) != words(x["reference"])]
 
     def text(words: str, width: int) -> str:
+        """The text on one line without control characters, at most so many letters wide."""
         return clipped(printable(" ".join(words.split())), width)
 
     found = []

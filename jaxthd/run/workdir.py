@@ -119,6 +119,7 @@ def opened(workdir: Path, config: Config, asked: Collection[str] = ()) -> Iterat
         kept = _as_begun(workdir, config) if found is not None and _has_checkpoint(workdir) else config
 
         def keep(step: int) -> Sequence[Difference]:
+            """Writes config.json and changes.jsonl; returns the changes that count after `step`."""
             if found is None:  # its config.json cannot be read
                 return ()
             if found and step:

@@ -10,6 +10,7 @@ def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = ()) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
 
     def cell(text: str, column: int) -> str:
+        """The text, filled up with spaces to the width of its column."""
         return text.ljust(widths[column]) if column in left else text.rjust(widths[column])
 
     return "\n".join("  ".join(cell(text, i) for i, text in enumerate(row)).rstrip() for row in rows)

@@ -17,9 +17,8 @@ from jaxthd.planning.layouts import (
     compare_layouts,
     laid_out,
     layout_recommendation,
-    mamba_bytes,
+    passed_bytes,
     possible_layouts,
-    state_bytes,
 )
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.simulate import simulate
@@ -62,7 +61,7 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
         assert cost.imbalance == pytest.approx(np.mean(imbalances))
         assert cost.attention == pytest.approx(2 * 4 * 32 * pairs / real * cost.imbalance)
         if cost.layout != "whole":
-            assert cost.mamba_bytes == mamba_bytes(cost.config)
+            assert cost.mamba_bytes == passed_bytes(cost.config, "M")
         real_tokens_of_a_rank = 2 * real / len(outcome.buffers) / 4
         if cost.layout == "whole":
             split = sum(bool(placement.split) for placement in outcome.placements)
@@ -120,9 +119,10 @@ def test_what_is_compared_does_not_depend_on_the_layout_configured():
 
 def test_states_do_not_grow_with_the_tokens():
     short, long = config("M"), config("M", capacity=960)
-    assert mamba_bytes(short) == mamba_bytes(long) == 2 * state_bytes(short.model.llm, 4, 4)
+    assert passed_bytes(short, "M") == passed_bytes(long, "M") > 0
     # 16 ranks pass states in 4 steps, with two shifts and a sum: fewer than the 15 that an all-gather brings.
-    assert 2 * state_bytes(short.model.llm, 8, 4) > state_bytes(short.model.llm, 16, 4)
+    few, many = (passed_bytes(replace(short, mesh=MeshConfig(context=n)), "M") for n in (8, 16))
+    assert 2 * few > many
 
 
 def test_among_stages_keys_are_gathered() -> None:

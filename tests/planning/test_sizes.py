@@ -59,7 +59,7 @@ def test_a_default_costs_at_most_a_tenth_more_than_what_plan_recommends(
     monkeypatch.setattr("jaxthd.planning.lengths.LEAST_DRAWN", DOCUMENTS)
     config = on(write_lines(tmp_path / "m.jsonl", kind))
     ((examples,), given) = read_examples(config, say=[].append), with_sizes(config, tmp_path / "run")
-    stream = draw([measure(examples, config)[0]], (), seed=0, least=DOCUMENTS)
+    stream = draw([measure(examples, config)[0]], config.data, least=DOCUMENTS)
     plan = make_plan(stream, given, epoch=DOCUMENTS)
     assert not plan.configured.skipped
     assert 1 + plan.configured.overhead <= 1.1 * (1 + plan.recommended.overhead)

@@ -55,6 +55,7 @@ class MLflow:
             self._client.log_batch(self._sent.id, params=parameters[first : first + MOST_PARAMETERS])
 
     def write(self, line: Line) -> None:
+        """Adds a line of metrics.jsonl, without the numbers that MLflow has of it."""
         step = line["step"]
         if not self._sent.is_news(step):
             return
@@ -78,4 +79,5 @@ class MLflow:
         return False
 
     def close(self, *, failed: bool) -> None:
+        """Marks the run as finished, or as failed."""
         self._client.set_terminated(self._sent.id, "FAILED" if failed else "FINISHED")

@@ -52,5 +52,6 @@ class EventFile:
                 self._flushed = time.monotonic()
 
     def close(self, *, failed: bool = False) -> None:
+        """Writes what is left and closes the file. Raises OSError, which names it, where that fails."""
         with naming(self._path):
             self._file.close()

@@ -62,12 +62,14 @@ class WandB:
             self.write(line)
 
     def write(self, line: Line) -> None:
+        """Adds a line of metrics.jsonl, unless W&B has its step."""
         step = line["step"]
         if self._sent.is_news(step):
             self._run.log(scalars(line) | {"_timestamp": line["time"]}, step=step, commit=True)
             self._sent.add(step)
 
     def close(self, *, failed: bool) -> None:
+        """Ends the run, as failed or not, and W&B's process unless the program has a run of its own."""
         self._run.finish(exit_code=int(failed))
         if self._wandb.run is None:  # the program has no run of its own
             # Ends W&B's process here, where that takes a bounded time; else W&B waits for it as Python exits.
