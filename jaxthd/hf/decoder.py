@@ -233,6 +233,16 @@ class Decoder:
         )
 
 
+def mixer_block(mixer: Table) -> Table:
+    """The table of a block that mixes tokens, where a layer on disk is two blocks; `mixer`: of its mixer."""
+    return {"input_layernorm": "norm", "self_attn.": Below("mixer.", mixer)}
+
+
+def ffn_block(mixer: Table) -> Table:
+    """The table of the block behind it, an MLP or experts."""
+    return {"post_attention_layernorm": "norm", "mlp.": Below("mixer.", mixer)}
+
+
 def token_fields(tokens: TokenIds) -> dict[str, Any]:
     """Fields of config.json for a text model's special tokens."""
     return {

@@ -12,10 +12,10 @@ from typing import Any
 
 from jaxthd.config import LatentAttentionConfig, LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.decoder import ANY, EXPERTS, MLP, Decoder
+from jaxthd.hf.decoder import ANY, EXPERTS, MLP, Decoder, ffn_block, mixer_block
 from jaxthd.hf.family import Field, Part, Settings
 from jaxthd.hf.fields import Fields, must_be, required
-from jaxthd.hf.names import Below, Copy, Shape, Table, Tensor, matrix, tensors
+from jaxthd.hf.names import Copy, Shape, Table, Tensor, matrix, tensors
 
 _LATENT: Settings = {
     # null stands for none; a default for what is absent.
@@ -95,12 +95,7 @@ class DeepseekV3(Decoder):
             "kv_b_proj": "kv",
             "o_proj": "out",
         }
-
-        def ffn(table: Table) -> Table:
-            return {"mlp.": Below("mixer.", table), "post_attention_layernorm": "norm"}
-
-        attention: Table = {"input_layernorm": "norm", "self_attn.": Below("mixer.", mixer)}
-        return {"L": attention, "-": ffn(MLP), "E": ffn(EXPERTS)}
+        return {"L": mixer_block(mixer), "-": ffn_block(MLP), "E": ffn_block(EXPERTS)}
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
         """Each module is one more layer, with copies of the embedding and the head."""

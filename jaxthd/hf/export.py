@@ -3,6 +3,7 @@
 import json
 from collections.abc import Callable, Mapping
 from fnmatch import fnmatch
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields
 from jaxthd.hf.names import ArraySlice, Shape, Tensor
-from jaxthd.hf.safetensors_files import SafetensorsWriter
+from jaxthd.hf.safetensors_files import write_safetensors
 
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
 """Tensors that are never rounded."""
@@ -70,12 +71,9 @@ def export(
         for name in copied:
             stored = dtype if original.is_decoded(name) else original.reader.dtype(name)
             kinds[name] = (original.reader.shapes[name], stored)
-    with SafetensorsWriter(folder, kinds, limit) as writer:
-        for tensor in tensors:
-            writer.write(tensor.name, _elements(tensor, take))
-        for name in copied:
-            assert original is not None
-            writer.write(name, original.reader.read(name))
+    ours = (_elements(tensor, take) for tensor in tensors)
+    theirs = (original.reader.read(name) for name in copied) if original else ()
+    write_safetensors(folder, kinds, chain(ours, theirs), limit)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     for source in (x for x in (like, beside) if x is not None):
         copy_files(source, folder, BESIDE)

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxthd.config import LLMConfig
-from jaxthd.hf.decoder import ATTENTION, Decoder, layer_types
+from jaxthd.hf.decoder import ATTENTION, Decoder, ffn_block, layer_types, mixer_block
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Below, Table, in_turn
+from jaxthd.hf.names import Table, in_turn
 
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
@@ -46,7 +46,7 @@ class GptOss(Decoder):
 
     def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of attention and experts."""
-        attention: Table = {"input_layernorm": "norm", "self_attn.": Below("mixer.", ATTENTION)}
+        attention = mixer_block(ATTENTION)
         experts: Table = {
             "router": "router",
             "experts.gate_up_proj": in_turn("gate", "up"),
@@ -54,8 +54,7 @@ class GptOss(Decoder):
             "experts.down_proj": "down",
             "experts.down_proj_bias": "down_bias",
         }
-        moe: Table = {"post_attention_layernorm": "norm", "mlp.": Below("mixer.", experts)}
-        return {"W": attention, "*": attention, "E": moe}
+        return {"W": attention, "*": attention, "E": ffn_block(experts)}
 
 
 GPT_OSS = GptOss(

@@ -8,10 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import LLMConfig
-from jaxthd.hf.decoder import ATTENTION, EXPERTS, MLP, Decoder, dense_layers, layer_types, sparse_layers
+from jaxthd.hf.decoder import (
+    ATTENTION,
+    EXPERTS,
+    MLP,
+    Decoder,
+    dense_layers,
+    ffn_block,
+    layer_types,
+    mixer_block,
+    sparse_layers,
+)
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Below, Table
+from jaxthd.hf.names import Table
 
 
 class Qwen3(Decoder):
@@ -38,12 +48,7 @@ class Qwen3(Decoder):
 
     def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of attention, MLP and experts."""
-
-        def ffn(table: Table) -> Table:
-            return {"mlp.": Below("mixer.", table), "post_attention_layernorm": "norm"}
-
-        attention: Table = {"input_layernorm": "norm", "self_attn.": Below("mixer.", ATTENTION)}
-        return {"*": attention, "-": ffn(MLP), "E": ffn(EXPERTS)}
+        return {"*": mixer_block(ATTENTION), "-": ffn_block(MLP), "E": ffn_block(EXPERTS)}
 
 
 QWEN3 = Qwen3(

@@ -18,7 +18,9 @@ from jaxthd.hf.decoder import (
     MLP,
     Decoder,
     dense_layers,
+    ffn_block,
     layer_types,
+    mixer_block,
     sparse_layers,
 )
 from jaxthd.hf.family import Field, Part, Settings
@@ -97,13 +99,10 @@ class Qwen3Next(Decoder):
         others = {name: x for name, x in EXPERTS.items() if name != "shared_experts."}
         experts = others | {"shared_expert.": Below("shared.", MLP), "shared_expert_gate": "shared_gate"}
         return {
-            letter: {norm: "norm", module: Below("mixer.", table)}
-            for letter, norm, module, table in (
-                ("D", "input_layernorm", "linear_attn.", delta),
-                ("*", "input_layernorm", "self_attn.", attention),
-                ("E", "post_attention_layernorm", "mlp.", experts),
-                ("-", "post_attention_layernorm", "mlp.", MLP),
-            )
+            "D": {"input_layernorm": "norm", "linear_attn.": Below("mixer.", delta)},
+            "*": mixer_block(attention),
+            "E": ffn_block(experts),
+            "-": ffn_block(MLP),
         }
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:

@@ -5,10 +5,9 @@ A checkpoint is model.safetensors, or several files with an index, model.safeten
 
 import json
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, BinaryIO
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -124,73 +123,56 @@ class SafetensorsFolder:
         return sorted(names, key=lambda name: (str(self._files[name]), name))
 
 
-class SafetensorsWriter:
-    """Writes tensors one at a time into files of at most `limit` bytes. A context manager.
+def write_safetensors(
+    folder: Path,
+    kinds: Mapping[str, tuple[Shape, str]],
+    arrays: Iterable[Shaped[np.ndarray, "..."]],
+    limit: int,
+) -> None:
+    """Writes tensors into files of at most `limit` bytes, and their index where there are several.
 
-    safetensors.save_file would need all tensors of a file in memory. The files get their names when all are
+    kinds: each tensor's (shape, dtype of DTYPES) by name. arrays: the tensors in that order; one is held at a
+    time, where safetensors.save_file would need all of a file. The files get their names when all are
     written; where something fails, none is left.
     """
+    folder.mkdir(parents=True, exist_ok=True)
+    files: dict[Path, list[str]] = {}
+    remaining = iter(arrays)
+    try:
+        for number, group in enumerate(_groups(kinds, limit), 1):
+            path = folder / f".model-{number:05}.tmp"
+            files[path] = group
+            with path.open("wb") as file:
+                file.write(_header({name: kinds[name] for name in group}))
+                for name in group:
+                    array, (shape, dtype) = next(remaining), kinds[name]
+                    assert array.shape == shape, name
+                    np.ascontiguousarray(array, _numpy(dtype)).reshape(-1).view(np.uint8).tofile(file)
+    except BaseException:
+        for path in files:
+            path.unlink(missing_ok=True)
+        raise
+    weight_map: dict[str, str] = {}
+    for number, (path, group) in enumerate(files.items(), 1):
+        name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else SINGLE
+        path.rename(folder / name)
+        weight_map |= dict.fromkeys(group, name)
+    if len(files) > 1:
+        total = sum(_size(*kind) for kind in kinds.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
-    def __init__(self, folder: Path, kinds: dict[str, tuple[Shape, str]], limit: int) -> None:
-        """kinds: each tensor's (shape, dtype of DTYPES) by name, in the order in which they are written."""
-        self._folder, self._kinds = folder, kinds
-        self._groups = list(_groups(kinds, limit))
-        self._written: list[Path] = []
-        self._names = iter(kinds)
-        self._left: list[str] = []
-        self._file: BinaryIO | None = None
 
-    def __enter__(self) -> "SafetensorsWriter":
-        self._folder.mkdir(parents=True, exist_ok=True)
-        return self
-
-    def write(self, name: str, array: Shaped[np.ndarray, "..."]) -> None:
-        """Writes the next tensor."""
-        expected = next(self._names)
-        shape, dtype = self._kinds[name]
-        assert (name, array.shape) == (expected, shape)
-        if not self._left:
-            self._next_file()
-        assert self._file is not None
-        np.ascontiguousarray(array, _numpy(dtype)).reshape(-1).view(np.uint8).tofile(self._file)
-        self._left.pop(0)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._file is not None:
-            self._file.close()
-        if error is not None:
-            for file in self._written:
-                file.unlink(missing_ok=True)
-            return
-        several = len(self._groups) > 1
-        weight_map: dict[str, str] = {}
-        for number, (file, group) in enumerate(zip(self._written, self._groups, strict=True), 1):
-            name = f"model-{number:05}-of-{len(self._groups):05}.safetensors" if several else SINGLE
-            file.rename(self._folder / name)
-            weight_map |= dict.fromkeys(group, name)
-        if several:
-            total = sum(_size(*kind) for kind in self._kinds.values())
-            index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            (self._folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-
-    def _next_file(self) -> None:
-        if self._file is not None:
-            self._file.close()
-        self._left = list(self._groups[len(self._written)])
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in self._left:
-            start, end = end, end + _size(*self._kinds[name])
-            shape, dtype = self._kinds[name]
-            header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        path = self._folder / f".model-{len(self._written) + 1:05}.tmp"
-        self._written.append(path)
-        self._file = path.open("wb")
-        self._file.write(struct.pack("<Q", len(text)) + text)
+def _header(kinds: Mapping[str, tuple[Shape, str]]) -> bytes:
+    """The beginning of a file of these tensors: the length of the JSON that describes them, and that."""
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (shape, dtype) in kinds.items():
+        start, end = end, end + _size(shape, dtype)
+        header[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
 
 
 def _numpy(dtype: str) -> np.dtype:
@@ -201,7 +183,7 @@ def _size(shape: Shape, dtype: str) -> int:
     return int(np.prod(shape, dtype=np.int64)) * _numpy(dtype).itemsize
 
 
-def _groups(kinds: dict[str, tuple[Shape, str]], limit: int) -> Iterator[list[str]]:
+def _groups(kinds: Mapping[str, tuple[Shape, str]], limit: int) -> Iterator[list[str]]:
     """The names of the tensors in each file."""
     group: list[str] = []
     size = 0

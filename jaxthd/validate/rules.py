@@ -59,13 +59,6 @@ class Finding(NamedTuple):
         return f"{self.found}; expected {self.expected}: {self.change}"
 
 
-def finding_of(error: UserError) -> Finding:
-    """The finding that the message of an error tells: "found; expected this: change"."""
-    found, _, rest = str(error).partition("; expected ")
-    expected, _, change = rest.partition(": ")
-    return Finding(found, expected, change)
-
-
 Rule = Callable[[Config, DeviceFacts], Iterable[Finding]]
 """A rule finds faults and doubts about one subject, of a configuration whose single values are sound."""
 

@@ -12,7 +12,7 @@ import pytest
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import open_checkpoint
-from jaxthd.hf.safetensors_files import SafetensorsFolder, SafetensorsWriter
+from jaxthd.hf.safetensors_files import SafetensorsFolder, write_safetensors
 from tests.hf.published import assert_identical, tensors, write_published
 
 BLOCK = (8, 5)
@@ -34,9 +34,7 @@ def in_float8(folder: Path) -> dict[str, np.ndarray]:
         meant[name] = stored[name].astype(np.float32) * spread
     (folder / "model.safetensors").unlink()
     kinds = {name: (x.shape, str(x.dtype)) for name, x in stored.items()}
-    with SafetensorsWriter(folder, kinds, 10**9) as writer:
-        for name, x in stored.items():
-            writer.write(name, x)
+    write_safetensors(folder, kinds, stored.values(), 10**9)
     fields = json.loads((folder / "config.json").read_text())
     about = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": list(BLOCK)}
     (folder / "config.json").write_text(json.dumps(fields | {"quantization_config": about}))
@@ -76,9 +74,7 @@ def test_float8_and_scales_without_each_other_are_refused(tmp_path: Path) -> Non
         (matrix, f"{matrix}_scale_inv without {matrix};"),
     ):
         kinds = {name: (x.shape, str(x.dtype)) for name, x in stored.items() if name != lacking}
-        with SafetensorsWriter(folder, kinds, 10**9) as writer:
-            for name in kinds:
-                writer.write(name, stored[name])
+        write_safetensors(folder, kinds, (stored[name] for name in kinds), 10**9)
         with pytest.raises(UserError, match=re.escape(said)):
             open_checkpoint(folder)
 

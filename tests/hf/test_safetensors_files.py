@@ -2,6 +2,7 @@
 
 import json
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 from safetensors import safe_open
 
 from jaxthd.errors import UserError
-from jaxthd.hf.safetensors_files import DTYPES, SafetensorsFolder, SafetensorsWriter
+from jaxthd.hf.safetensors_files import DTYPES, SafetensorsFolder, write_safetensors
 
 
 def opened(files: list[Path]) -> list[Any]:
@@ -26,9 +27,7 @@ def test_every_dtype_is_written_and_read_back(limit: int, tmp_path: Path):
         name: rng.integers(0, 2, size=(3, 5)).astype(getattr(ml_dtypes, name, name)) for name in DTYPES
     }
     kinds = {name: (x.shape, name) for name, x in tensors.items()}
-    with SafetensorsWriter(tmp_path, kinds, limit) as writer:
-        for name, x in tensors.items():
-            writer.write(name, x)
+    write_safetensors(tmp_path, kinds, tensors.values(), limit)
     files = sorted(tmp_path.glob("*.safetensors"))
     assert len(files) == (len(DTYPES) if limit == 1 else 1)
     folder = SafetensorsFolder(tmp_path)
@@ -42,6 +41,16 @@ def test_every_dtype_is_written_and_read_back(limit: int, tmp_path: Path):
         (theirs,) = (file.get_tensor(name) for file in opened(files) if name in file.keys())  # noqa: SIM118
         assert theirs.dtype == tensors[name].dtype
         np.testing.assert_array_equal(theirs, tensors[name])
+
+
+def test_a_write_that_fails_leaves_no_file(tmp_path: Path):
+    def arrays() -> Iterator[np.ndarray]:
+        yield np.zeros(4, np.float32)
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        write_safetensors(tmp_path, {"a": ((4,), "float32"), "b": ((4,), "float32")}, arrays(), 1)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dtype_that_cannot_be_held_is_an_error_that_names_it(tmp_path: Path):
