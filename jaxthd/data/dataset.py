@@ -112,14 +112,14 @@ class SpeechData:
 
         this_call: without what earlier calls skipped, which may have been mended since.
         """
-        own, held_out = (
+        training, held_out = (
             self.skipped.reasons(titles, this_call=this_call)
             for titles in (self._titles, {x.title for x in self._validation_sources.values()} - self._titles)
         )
         parts = []
-        if own:
-            share = f"{len(own)} of {self._items} training items ({len(own) / self._items:.1%})"
-            parts.append(f"{share}: {main_reasons(own)}")
+        if training:
+            share = f"{len(training)} of {self._items} training items ({len(training) / self._items:.1%})"
+            parts.append(f"{share}: {main_reasons(training)}")
         dropped = self.skipped.reasons(self._titles, this_call=this_call, filtered=True)
         if dropped:
             share = f"{len(dropped):,} of {self._items:,} training items ({len(dropped) / self._items:.1%})"

@@ -323,7 +323,7 @@ def make_loader(
         **({"mismatched": True} if mismatched else {}),
     } | dict(identity or {})
     position = Position(stream_identity, epochs := epochs_of(sizes, seed), sets, "documents")
-    shape: dict[str, Any] = {"rows": data.rows, "own": rows, "weights": weights, "repeat": repeat}
+    shape: dict[str, Any] = {"rows": data.rows, "local_rows": rows, "weights": weights, "repeat": repeat}
     shape |= {"epochs": epochs, "latest": position.latest}
     streams = row_streams(items, load, pack, **shape, pool=pool, on_read=on_read)
     batches = _Batches(streams, pack, position.latest)

@@ -66,13 +66,13 @@ class Epochs:
     def at(self, row: int, rows: int, place: int) -> tuple[int, int]:
         """Returns (number of the item, its epoch) at a place of a row's stream."""
         for era, following in zip(self.eras, [*self.eras[1:], None], strict=True):
-            own = len(range(row, era.items, rows))
+            of_row = len(range(row, era.items, rows))
             epochs = following.first - era.first if following else None
-            if epochs is None or place < epochs * own:
-                epoch = era.first + place // own
+            if epochs is None or place < epochs * of_row:
+                epoch = era.first + place // of_row
                 order = self._order(era.items, row, rows)
-                return self._now(era, int(order[epoch * own + place % own])), epoch
-            place -= epochs * own
+                return self._now(era, int(order[epoch * of_row + place % of_row])), epoch
+            place -= epochs * of_row
         raise AssertionError("the last era has no end")
 
     def grown(self, saved: Sequence[Sequence[Any]], epoch: int) -> list[Era]:
@@ -148,7 +148,7 @@ def row_streams(
     pack: PackDocuments,
     *,
     rows: int,
-    own: Collection[int] | None,
+    local_rows: Collection[int] | None,
     weights: Sequence[float] | None,
     repeat: bool,
     epochs: Sequence[Epochs],
@@ -159,7 +159,7 @@ def row_streams(
     """The iterators over the RowDocuments of every row of the batch.
 
     sources: random access to the items of one data set each. load: makes their documents.
-    own: the rows that this process reads (None: all); for the others the list has None.
+    local_rows: the rows that this process reads (None: all); for the others the list has None.
     weights: proportions in which the sources are drawn from; None: there is one source.
     repeat: True: endless, with a new order every epoch. False: one epoch.
     epochs: the order of each source's items. latest: receives the latest epoch that is read from, of each
@@ -168,7 +168,7 @@ def row_streams(
     """
     streams: list[grain.DatasetIterator | None] = []
     for row in range(rows):
-        if own is not None and row not in own:
+        if local_rows is not None and row not in local_rows:
             streams.append(None)
             continue
         mixed = item_refs(epochs, weights, row=row, rows=rows, repeat=repeat)

@@ -161,7 +161,9 @@ class SpeechLM(nnx.Module):
             documents=self.max_documents,
             uniform_program=uniform_program,
             splits_RK=batch.splits,
-            alike=(DATA,) if axes and uniform_program and self.compute.context_exchange == "ring" else (),
+            uniform_over=(DATA,)
+            if axes and uniform_program and self.compute.context_exchange == "ring"
+            else (),
             window=self.window,
         )
 

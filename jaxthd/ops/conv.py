@@ -35,7 +35,7 @@ def causal_conv(
     """
     segments = segments.for_mixers
     reach = len(w_KC) - 1
-    own = segments if segments.splits is None else segments.splits.own
+    own = segments if segments.splits is None else segments.splits.on_rank
     x_RSLC = own.split(x_NC)
     if x_RSLC.shape[2] < reach and own.context > 1:
         raise ValueError(
@@ -107,11 +107,11 @@ def _from_chunks(x_NC: Array, w_KC: Array, segments: Segments) -> _More | None:
     reach = taps - 1
     at_REk = split.begin[..., None] + jnp.arange(reach, dtype=jnp.int32)
     at_REk = jnp.where(split.begin[..., None] >= 0, at_REk, -1)
-    here_F = split.own.local_index(at_REk.reshape(segments.rows, -1))
+    here_F = split.on_rank.local_index(at_REk.reshape(segments.rows, -1))
 
     def exchanged(x_NC: Array, w_KC: Array) -> Array:
         """Additions [E, k, C], from the last tokens of the context chunks before."""
-        last_EkC = last_inputs(x_NC, split.begin, split.end, taps, split.own)
+        last_EkC = last_inputs(x_NC, split.begin, split.end, taps, split.on_rank)
         last_RK2kC = last_EkC.reshape(*split.slots.chunk.shape, 2, *last_EkC.shape[1:])
         last, (first, second) = gathered_chunks(last_RK2kC, 2, segments)
         before = jnp.pad(last, [(1, 0)] + [(0, 0)] * (last.ndim - 1))

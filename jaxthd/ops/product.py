@@ -26,9 +26,10 @@ def narrowed(w: Array, dtype: Any) -> Array:
 
 
 class _Product(NamedTuple):
-    """own: the weight's dtype. precision: of the products, where the call stands (jax.lax.Precision)."""
+    """weight_dtype: the weight's dtype. precision: of the products, where the call stands
+    (jax.lax.Precision)."""
 
-    own: Any
+    weight_dtype: Any
     precision: Any
 
 
@@ -46,7 +47,7 @@ def _forward(how: _Product, x: Array, w_DF: Array) -> tuple[Array, tuple[Array, 
 def _backward(how: _Product, given: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w_DF = given
     tokens = tuple(range(x.ndim - 1))
-    of_w = {"precision": how.precision, "preferred_element_type": how.own}
+    of_w = {"precision": how.precision, "preferred_element_type": how.weight_dtype}
     dx = jax.lax.dot_general(dy, w_DF, (((dy.ndim - 1,), (1,)), ((), ())), precision=how.precision)
     return dx, jax.lax.dot_general(x, dy, ((tokens, tokens), ((), ())), **of_w)
 
@@ -55,10 +56,11 @@ _product.defvjp(_forward, _backward)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _narrowed(dtype: Any, own: Any, w: Array) -> Array:
+def _narrowed(dtype: Any, weight_dtype: Any, w: Array) -> Array:
     return w.astype(dtype)
 
 
 _narrowed.defvjp(
-    lambda dtype, own, w: (_narrowed(dtype, own, w), None), lambda dtype, own, _, dw: (dw.astype(own),)
+    lambda dtype, weight_dtype, w: (_narrowed(dtype, weight_dtype, w), None),
+    lambda dtype, weight_dtype, _, dw: (dw.astype(weight_dtype),),
 )

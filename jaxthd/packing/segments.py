@@ -87,7 +87,7 @@ class Segments:
     @property
     def for_mixers(self) -> "Segments":
         """These; or the documents on this rank alone, where the program has no split ones."""
-        return self if self.splits is None or self.splits.narrow else self.splits.own
+        return self if self.splits is None or self.splits.split_only else self.splits.on_rank
 
     @property
     def row_length(self) -> int:
@@ -165,13 +165,13 @@ def make_segments(
     uniform_program: bool = True,
     window: int | None = None,
     splits_RK: Int32[Array, "R K"] | None = None,
-    alike: tuple[str, ...] = (),
+    uniform_over: tuple[str, ...] = (),
 ) -> Segments:
     """Derives a step's Segments from this rank's share of the batch.
 
     prefixes: as in Batch; then `documents` must be known. splits: as in Batch, for the layout "whole"; None:
-    no document is split, and the program has no exchange for such. alike: further mesh axes whose ranks
-    exchange split documents together, as a ring needs it.
+    no document is split, and the program has no exchange for such. uniform_over: further mesh axes whose
+    ranks exchange split documents together, as a ring needs it.
     axis: name of the context mesh axis, inside shard_map; None when the rows are whole. layout: how they are
     laid out over that axis. block, documents, uniform_program: as in Segments. window: tokens that a token
     sees in a window, itself among them; None: no layer has one.
@@ -187,7 +187,7 @@ def make_segments(
     if ranks > 1 and layout == "whole" and axis is not None:
         make = partial(make_segments, block=block, documents=documents, uniform_program=uniform_program)
         given = ids_RT, positions_RT, prefixes_RT, splits_RK
-        return keeping_documents(make, *given, axis=axis, alike=alike, window=window)
+        return keeping_documents(make, *given, axis=axis, uniform_over=uniform_over, window=window)
     if ranks > 1 and tokens % 2:
         raise ValueError("an odd number of tokens of a row on a rank; context > 1 needs two chunks of them")
     if prefixes_RT is not None and documents is None:

@@ -93,19 +93,19 @@ class SplitSlot(NamedTuple):
 class SplitDocuments(NamedTuple):
     """The layout "whole" as mixers see it: what stays on this rank, and what does not.
 
-    own: this rank's rows as if they were all there is. Split documents are not among them: their tokens see
-        no keys. But the positions of their tokens count from the start of their context chunk, so convolution
-        and scan treat each such chunk as a document of its own.
-    narrow: the first slots of the rows, so many that they hold all split documents, and nothing but these.
-        Several widths, the widest last: T. Empty if no row may have a split document.
-    width: 0 where no row has a split document, else 1 + which of `narrow` is wide enough. It is the same on
-        all ranks that take part in exchanges for split documents, so these may depend on it.
+    on_rank: this rank's rows as if they were all there is. Split documents are not among them: their tokens
+        see no keys. But the positions of their tokens count from the start of their context chunk, so
+        convolution and scan treat each such chunk as a document of its own.
+    split_only: the first slots of the rows, so many that they hold all split documents, and nothing but
+        these. Several widths, the widest last: T. Empty if no row may have a split document.
+    width: 0 where no row has a split document, else 1 + which of `split_only` is wide enough. It is the same
+        on all ranks that take part in exchanges for split documents, so these may depend on it.
     slots: see SplitSlots. chunk_of_token: which of the E chunks holds each token; -1 for none.
     begin, end: of each chunk, its first and its last slot on this rank; -1 where there is none.
     """
 
-    own: Segments
-    narrow: tuple[Segments, ...]
+    on_rank: Segments
+    split_only: tuple[Segments, ...]
     width: Int32[Array, ""]
     slots: SplitSlots
     chunk_of_token: Int32[Array, " N"]
@@ -121,7 +121,7 @@ def keeping_documents(
     splits_RK: Int32[Array, "R K"] | None,
     *,
     axis: str,
-    alike: tuple[str, ...],
+    uniform_over: tuple[str, ...],
     window: int | None,
 ) -> Segments:
     """Segments under the layout "whole". Segments that continue others lie whole on one rank with these.
@@ -138,7 +138,7 @@ def keeping_documents(
     at = slots.at(jnp.broadcast_to(slot_T, ids_RT.shape))
     own_ids_RT = jnp.where(at.is_split, 0, ids_RT)
     own_positions_RT = jnp.where(at.is_split, jnp.where(ids_RT > 0, at.offset, 0), positions_RT)
-    own = make(own_ids_RT, own_positions_RT, prefixes_RT, axis=None, window=window)
+    on_rank = make(own_ids_RT, own_positions_RT, prefixes_RT, axis=None, window=window)
     given = make, jnp.where(at.is_split, ids_RT, 0), positions_RT, at
     widths, taken = split_widths(tokens) if may_split else [], slots.taken.max()
     width = sum(((taken > least).astype(jnp.int32) for least in (0, *widths[:-1])), jnp.int32(0))
@@ -146,16 +146,16 @@ def keeping_documents(
     row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
     chunk_RT = 2 * (row_R1 * most_split + at.number) + at.is_second
     split = SplitDocuments(
-        own=own,
-        narrow=tuple(_narrow(*given, width, axis, window, most_split) for width in widths),
-        width=jax.lax.pmax(width, alike) if alike and may_split else width,
+        on_rank=on_rank,
+        split_only=tuple(_split_only(*given, width, axis, window, most_split) for width in widths),
+        width=jax.lax.pmax(width, uniform_over) if uniform_over and may_split else width,
         slots=slots,
         chunk_of_token=jnp.where(at.is_split, chunk_RT, -1).reshape(-1),
         begin=begin,
         end=end,
     )
     return replace(
-        own,
+        on_rank,
         ids=ids_RT.reshape(-1),
         positions=positions_RT.reshape(-1),
         splits=split,
@@ -166,11 +166,12 @@ def keeping_documents(
 
 
 def split_widths(tokens: int) -> list[int]:
-    """Widths of SplitDocuments.narrow, in slots of a rank's row: few long documents mostly take few slots."""
+    """Widths of SplitDocuments.split_only, in slots of a rank's row: few long documents mostly take few
+    slots."""
     return sorted({-(-tokens // 4), tokens})
 
 
-def _narrow(
+def _split_only(
     make: Callable[..., Segments],
     ids_RT: Array,
     positions_RT: Array,
@@ -180,7 +181,7 @@ def _narrow(
     window: int | None,
     most_split: int,
 ) -> Segments:
-    """One of SplitDocuments.narrow. ids: 0 but in split documents."""
+    """One of SplitDocuments.split_only. ids: 0 but in split documents."""
     rank, ranks = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
     at = SplitSlot(*(x[:, :width] for x in at))
     ids_RS, positions_RS = ids_RT[:, :width], positions_RT[:, :width]

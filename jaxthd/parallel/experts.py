@@ -66,7 +66,7 @@ def expert_mlp(
 
 def exchanged_experts(
     x_ND: Float[Array, "N D"],
-    own: Experts,
+    local: Experts,
     chosen_Nk: Int32[Array, "N k"],
     weight_Nk: Float[Array, "N k"],
     routed_N: Bool[Array, " N"],
@@ -77,11 +77,11 @@ def exchanged_experts(
 ) -> Float[Array, "N D"]:
     """The weighted sum of each token's expert outputs, on whichever ranks; 0 for tokens that are not routed.
 
-    own: this rank's experts, rank-major over `axes`.
+    local: this rank's experts, rank-major over `axes`.
     capacity: the slots of a pair of ranks in a round, divided by the pair's mean load.
-    Differentiable in x, own and weight. Every rank of `axes` must call it at the same time.
+    Differentiable in x, local and weight. Every rank of `axes` must call it at the same time.
     """
-    (n, k), experts, ranks = chosen_Nk.shape, len(own.up), jax.lax.axis_size(axes)
+    (n, k), experts, ranks = chosen_Nk.shape, len(local.up), jax.lax.axis_size(axes)
     slots = min(math.ceil(capacity * n * k / ranks), n * min(k, experts))
     # Sort the assignments by destination rank; number those of each rank.
     rank_A = jnp.where(routed_N[:, None], chosen_Nk // experts, ranks).reshape(-1)
@@ -92,44 +92,44 @@ def exchanged_experts(
     rounds = jax.lax.pmax(-(-load_r1[:ranks].max() // slots), axes)
     slot_A = jnp.where(rank_A < ranks, rank_A * slots + number_A % slots, ranks * slots)
     where = (slot_A, jnp.where(rank_A < ranks, number_A // slots, -1), chosen_Nk.reshape(-1) % experts)
-    out_AD = _all_rounds(x_ND, own, where, rounds, form, axes, slots, block)
+    out_AD = _all_rounds(x_ND, local, where, rounds, form, axes, slots, block)
     return jnp.einsum("nkd,nk->nd", out_AD.reshape(n, k, -1), weight_Nk.astype(out_AD.dtype))
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6, 7))
-def _all_rounds(x_ND, own, where, rounds, form, axes, slots, block):
+def _all_rounds(x_ND, local, where, rounds, form, axes, slots, block):
     """The result of each assignment [A, D]; 0 for assignments that are not sent."""
-    return _all_rounds_forward(x_ND, own, where, rounds, form, axes, slots, block)[0]
+    return _all_rounds_forward(x_ND, local, where, rounds, form, axes, slots, block)[0]
 
 
-def _all_rounds_forward(x_ND, own, where, rounds, form, axes, slots, block):
+def _all_rounds_forward(x_ND, local, where, rounds, form, axes, slots, block):
     a = len(where[0])
 
     def one(i: Array, out_AD: Array) -> Array:
         """Adds the results of round i, [A, D]."""
         send = _Round(where, i, len(x_ND), axes, slots)
-        layout = send.layout(len(own.up), block)
-        y_SD = _rows_through_experts(send.there(x_ND), own, layout, form)
+        layout = send.layout(len(local.up), block)
+        y_SD = _rows_through_experts(send.there(x_ND), local, layout, form)
         return out_AD + send.results(send.back(y_SD))
 
     out_AD = jax.lax.fori_loop(0, rounds, one, jnp.zeros((a, x_ND.shape[1]), x_ND.dtype))
-    return out_AD, (x_ND, own, where, rounds)
+    return out_AD, (x_ND, local, where, rounds)
 
 
 def _all_rounds_backward(form, axes, slots, block, residuals, dout_AD):
-    x_ND, own, where, rounds = residuals
+    x_ND, local, where, rounds = residuals
 
     def one(i: Array, sums: tuple[Array, Experts]) -> tuple[Array, Experts]:
         """Adds the gradients of x and of the experts that round i gives."""
         send = _Round(where, i, len(x_ND), axes, slots)
-        layout = send.layout(len(own.up), block)
+        layout = send.layout(len(local.up), block)
         through = partial(_rows_through_experts, layout=layout, form=form)
-        _, pull = jax.vjp(through, send.there(x_ND), own)
+        _, pull = jax.vjp(through, send.there(x_ND), local)
         dx_SD, d_own = pull(send.exchanged(send.placed(dout_AD)))
         dx_ND = send.to_tokens(send.back(dx_SD))
         return sums[0] + dx_ND, jax.tree.map(jnp.add, sums[1], d_own)
 
-    zeros = jax.tree.map(jnp.zeros_like, (x_ND, own))
+    zeros = jax.tree.map(jnp.zeros_like, (x_ND, local))
     return *jax.lax.fori_loop(0, rounds, one, zeros), None, None
 
 

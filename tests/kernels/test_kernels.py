@@ -306,7 +306,7 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
 
     def recorded(inputs: ScanInputs, segments: Any, *, chunk: int, backend: str) -> Any:
         """Keeps the shape of each call, without the dtype."""
-        x, b, own = inputs.x, inputs.b, segments if segments.cut is None else segments.cut.own
+        x, b, own = inputs.x, inputs.b, segments if segments.splits is None else segments.splits.on_rank
         size = scan_pallas.chunk_of(chunk, len(x) // own.rows // own.context_chunks)
         scanned.add((x.shape[1], b.shape[1], size, own.context > 1))
         return scan(inputs, segments, chunk=chunk, backend=backend)

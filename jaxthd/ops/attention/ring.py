@@ -96,14 +96,14 @@ def _attention_of_whole(
     """
     split, rows = segments.splits, segments.rows
     assert split is not None
-    out_NHV = packed_attention(q_NHD, k_NKD, v_NKV, split.own, sink_H=sink_H, **how)
+    out_NHV = packed_attention(q_NHD, k_NKD, v_NKV, split.on_rank, sink_H=sink_H, **how)
 
-    def with_split(narrow: Segments, out_NHV: Array, sink_H: Array | None, *given: Array) -> Array:
+    def with_split(split_only: Segments, out_NHV: Array, sink_H: Array | None, *given: Array) -> Array:
         """Adds the attention of the split documents, which lie in the first slots of each row."""
-        width = narrow.row_length
+        width = split_only.row_length
         q, k, v = (x.reshape(rows, -1, *x.shape[1:])[:, :width] for x in given)
         q, k, v = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
-        more = packed_attention(q, k, v, narrow, sink_H=sink_H, **how)
+        more = packed_attention(q, k, v, split_only, sink_H=sink_H, **how)
         more_RSHV, out_RTHV = (x.reshape(rows, -1, *x.shape[1:]) for x in (more, out_NHV))
         return out_RTHV.at[:, :width].add(more_RSHV).reshape(out_NHV.shape)
 
@@ -111,7 +111,7 @@ def _attention_of_whole(
         """Leaves the output as it is."""
         return out_NHV
 
-    branches: list[Any] = [without, *(partial(with_split, narrow) for narrow in split.narrow)]
+    branches: list[Any] = [without, *(partial(with_split, each) for each in split.split_only)]
     both_NHV: Array = jax.lax.switch(split.width, branches, out_NHV, sink_H, q_NHD, k_NKD, v_NKV)
     return both_NHV
 

@@ -34,7 +34,7 @@ def outputs_and_states(
     segments = segments.for_mixers
     if segments.splits is None:
         return gated_delta_rule(inputs, segments, at_D, chunk=chunk)
-    own = segments.splits.own
+    own = segments.splits.on_rank
     ends_E = own.local_index(segments.splits.end)
     at = jnp.concatenate([at_D, ends_E])
     y_NHV, states = gated_delta_rule(inputs, own, at, chunk=chunk)
@@ -65,7 +65,7 @@ def _from_entering_states(
         jnp.broadcast_to(jnp.eye(key_dim, dtype=acc), (chunks_E, heads, key_dim, key_dim)), number_N
     )
     nothing = inputs._replace(v=jnp.zeros((*inputs.v.shape[:2], key_dim), inputs.v.dtype))
-    alone = replace(split.own, prefixes=None)
+    alone = replace(split.on_rank, prefixes=None)
     reads_NHK, factors = gated_delta_rule(nothing, alone, at, chunk=chunk, given=identity)
     factor_DHKK, factor_EHKK = jnp.split(factors, [len(at) - chunks_E])
     exists_E111 = (at[-chunks_E:] >= 0)[:, None, None, None]

@@ -22,7 +22,7 @@ def scan(inputs: ScanInputs, segments: Segments, *, chunk: int, backend: str) ->
     """
     segments = segments.for_mixers
     if segments.splits is not None:
-        y_NHP = scan(inputs, segments.splits.own, chunk=chunk, backend=backend)
+        y_NHP = scan(inputs, segments.splits.on_rank, chunk=chunk, backend=backend)
         nowhere = jnp.zeros(0, jnp.int32)
         return y_NHP + from_entering_states(inputs, segments, nowhere, chunk=chunk)[0]
     run = find_backend(BACKENDS, "scan", backend).scan

@@ -40,12 +40,12 @@ def from_entering_states(
 
     def passed(inputs: ScanInputs) -> tuple[Array, Array]:
         """Additions of the states that enter context chunks."""
-        ends_E = split.own.local_index(split.end)
-        _, state_EHPS = ssd_and_states(inputs, split.own, ends_E, chunk=chunk)
-        chunks = in_scan_chunks(inputs, split.own, min(chunk, tokens))
-        decay_CGhQ = decays_since_start(chunks, split.own)
+        ends_E = split.on_rank.local_index(split.end)
+        _, state_EHPS = ssd_and_states(inputs, split.on_rank, ends_E, chunk=chunk)
+        chunks = in_scan_chunks(inputs, split.on_rank, min(chunk, tokens))
+        decay_CGhQ = decays_since_start(chunks, split.on_rank)
         entering_EHPS = _entering_states(_decay_at(decay_CGhQ, ends_E, tokens), state_EHPS, segments)
-        more_NHP = from_states(inputs, chunks, decay_CGhQ, entering_EHPS, number_N, split.own)
+        more_NHP = from_states(inputs, chunks, decay_CGhQ, entering_EHPS, number_N, split.on_rank)
         decay_DH11 = _decay_at(decay_CGhQ, at_D, tokens).reshape(len(at_D), heads[0], 1, 1)
         number_D = jnp.where(at_D >= 0, number_N[at_D], -1)
         more_DHPS = jnp.where((number_D >= 0).reshape(-1, 1, 1, 1), decay_DH11 * entering_EHPS[number_D], 0)
@@ -67,7 +67,7 @@ def outputs_and_states(
     segments = segments.for_mixers
     if segments.splits is None:
         return ssd_and_states(inputs, segments, at_D, chunk=chunk)
-    y_NHP, state_DHPS = ssd_and_states(inputs, segments.splits.own, at_D, chunk=chunk)
+    y_NHP, state_DHPS = ssd_and_states(inputs, segments.splits.on_rank, at_D, chunk=chunk)
     more_NHP, more_DHPS = from_entering_states(inputs, segments, at_D, chunk=chunk)
     return y_NHP + more_NHP, state_DHPS + more_DHPS
 
