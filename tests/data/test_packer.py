@@ -225,8 +225,8 @@ def test_bad_recordings_are_reported_and_other_elements_refused(tmp_path: Path) 
         iter(data_loader(operations=[ToDocument(), PACK]))
     with pytest.raises(ValueError, match="window must be at least 1"):
         PackDocuments(capacity=8, audio_capacity=0, max_documents=1, window=0)
-    with pytest.raises(ValueError, match="cuts is -1"):
-        PackDocuments(capacity=8, audio_capacity=0, max_documents=1, cuts=-1)
+    with pytest.raises(ValueError, match="splits is -1"):
+        PackDocuments(capacity=8, audio_capacity=0, max_documents=1, splits=-1)
 
 
 def test_a_loop_that_is_not_ours_learns() -> None:
@@ -248,7 +248,7 @@ def test_a_loop_that_is_not_ours_learns() -> None:
 LAYOUTS: dict[str, dict[str, Any]] = {
     "buffer": {},
     "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole", "longest_chunk": 512},
-    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "longest_chunk": 512, "cuts": 2},
+    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "longest_chunk": 512, "splits": 2},
 }
 
 
@@ -293,7 +293,7 @@ def test_a_stream_changes_its_layout_and_is_interrupted_once_more() -> None:
         packing_bins=1,
         context=2,
         layout="whole",
-        cuts=1,
+        splits=1,
     )
     ds, seen, state = grain.MapDataset.source(sized), [], None
     for pack in (whole, replace(whole, layout="buffer"), replace(whole, layout="buffer")):
