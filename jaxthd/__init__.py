@@ -46,12 +46,15 @@ if TYPE_CHECKING:
     from jaxthd.files.config_file import load_config as load_config
     from jaxthd.inference.generator import Generator as Generator
     from jaxthd.inference.scorer import Scorer as Scorer
+    from jaxthd.models.blocks import MLP as MLP
+    from jaxthd.models.blocks import Attention as Attention
+    from jaxthd.models.blocks import GatedDelta as GatedDelta
+    from jaxthd.models.blocks import LatentAttention as LatentAttention
+    from jaxthd.models.blocks import Mamba2 as Mamba2
+    from jaxthd.models.blocks import MoE as MoE
+    from jaxthd.models.blocks import Router as Router
     from jaxthd.models.fastconformer import FastConformer as FastConformer
     from jaxthd.models.hybrid import HybridDecoder as HybridDecoder
-    from jaxthd.models.mixers import MLP as MLP
-    from jaxthd.models.mixers import Attention as Attention
-    from jaxthd.models.mixers import Mamba2 as Mamba2
-    from jaxthd.models.mixers import MoE as MoE
     from jaxthd.models.speech_lm import SpeechLM as SpeechLM
     from jaxthd.models.stacks import from_stages as from_stages
     from jaxthd.models.stacks import to_stages as to_stages

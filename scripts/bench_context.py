@@ -34,6 +34,7 @@ import numpy as np
 from jaxthd.config import ComputeConfig, DataConfig, LLMConfig
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
+from jaxthd.models.blocks import Mamba2
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import encoder_frames
 from jaxthd.packing.layout import attention_work, imbalance
@@ -52,9 +53,7 @@ from tests.context_costs import (
     temporary_memory,
 )
 
-NANO = LLMConfig(
-    dim=2688, mamba_heads=64, mamba_head_dim=64, mamba_state=128, mamba_groups=8, expert_dim=1856
-)
+NANO = LLMConfig(dim=2688, blocks={"M": Mamba2(heads=64, head_dim=64, state=128, groups=8)})
 
 
 def growing_part(at: dict[int, int]) -> float:

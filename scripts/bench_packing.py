@@ -46,6 +46,7 @@ from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.packing.batch import Batch, concatenate_rows, with_rows
 from jaxthd.packing.document import SUBSAMPLING, Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -63,7 +64,9 @@ TEXT_LONGEST, TEXT_DOCUMENTS, MOST_RECORDINGS = 4096, 140, 600
 MODEL = ModelConfig(
     encoder=EncoderConfig(layers=2, dim=64, ffn_dim=256, subsampling_channels=16),
     llm=LLMConfig(
-        pattern="M-M*-", dim=192, ffn_dim=768, q_heads=1, kv_heads=1, mamba_heads=4, mamba_head_dim=96
+        pattern="M-M*-",
+        dim=192,
+        blocks={"-": MLP(inner=768), "*": Attention(heads=1, kv_heads=1), "M": Mamba2(heads=4, head_dim=96)},
     ),
 )
 """A model small enough for two cores."""

@@ -30,6 +30,7 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.config import BlockSizes, ComputeConfig, Config, DataConfig, LLMConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.intervals import KeyIntervals
@@ -47,14 +48,11 @@ WIDE = LLMConfig(
     pattern="M*-",
     vocab_size=4096,
     dim=2688,
-    ffn_dim=7424,
-    q_heads=32,
-    kv_heads=2,
-    head_dim=128,
-    mamba_heads=64,
-    mamba_head_dim=64,
-    mamba_state=128,
-    mamba_groups=8,
+    blocks={
+        "-": MLP(inner=7424),
+        "*": Attention(heads=32, kv_heads=2, head_dim=128),
+        "M": Mamba2(heads=64, head_dim=64, state=128, groups=8),
+    },
 )
 """A layer of each kind. The MLP is as wide as the experts of a token. The vocabulary is small: its products
 are equal on both sides, and with few layers they would weigh too much."""

@@ -20,6 +20,7 @@ from jaxthd.config import (
 from jaxthd.config.compute import SMALL_BLOCKS
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.choose import using
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -30,14 +31,11 @@ ONE_BILLION = ModelConfig(
         pattern="M-M-M*-" * 5,
         vocab_size=32768,
         dim=2048,
-        q_heads=16,
-        kv_heads=4,
-        head_dim=128,
-        ffn_dim=8192,
-        mamba_heads=64,
-        mamba_head_dim=64,
-        mamba_state=128,
-        mamba_groups=8,
+        blocks={
+            "*": Attention(heads=16, kv_heads=4, head_dim=128),
+            "-": MLP(inner=8192),
+            "M": Mamba2(heads=64, head_dim=64, state=128, groups=8),
+        },
     ),
     adapter_dim=2048,
 )
@@ -46,13 +44,11 @@ TINY = ModelConfig(
     llm=LLMConfig(
         pattern="M-M*-",
         dim=64,
-        q_heads=2,
-        kv_heads=1,
-        head_dim=32,
-        ffn_dim=128,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
+        blocks={
+            "*": Attention(heads=2, kv_heads=1, head_dim=32),
+            "-": MLP(inner=128),
+            "M": Mamba2(heads=4, head_dim=16, state=16),
+        },
     ),
     adapter_dim=32,
 )
@@ -72,26 +68,20 @@ DENSE = LLMConfig(
     pattern="*-" * 16,
     vocab_size=32768,
     dim=2048,
-    q_heads=16,
-    kv_heads=8,
-    head_dim=128,
-    rope=RopeConfig(theta=1e6),
-    qk_norm=True,
-    ffn_dim=8192,
-    ffn_form="swiglu",
+    blocks={
+        "*": Attention(heads=16, kv_heads=8, head_dim=128, rope=RopeConfig(theta=1e6), qk_norm=True),
+        "-": MLP(inner=8192, form="swiglu"),
+    },
 )
 HYBRID = LLMConfig(
     pattern="M-M-M*-" * 7,
     vocab_size=131072,
     dim=3072,
-    q_heads=32,
-    kv_heads=8,
-    head_dim=128,
-    ffn_dim=12288,
-    mamba_heads=112,
-    mamba_head_dim=64,
-    mamba_state=128,
-    mamba_groups=8,
+    blocks={
+        "*": Attention(heads=32, kv_heads=8, head_dim=128),
+        "-": MLP(inner=12288),
+        "M": Mamba2(heads=112, head_dim=64, state=128, groups=8),
+    },
 )
 MIXTURE = replace(
     HYBRID,

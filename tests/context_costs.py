@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.models.hybrid import Block
 from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.batch import Batch
@@ -33,15 +34,12 @@ TINY = ModelConfig(
     llm=LLMConfig(
         pattern="M*-E",
         dim=64,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn_dim=128,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
-        expert_dim=32,
-        shared_expert_dim=64,
+        blocks={
+            "*": Attention(heads=4, kv_heads=2, head_dim=16),
+            "-": MLP(inner=128),
+            "M": Mamba2(heads=4, head_dim=16, state=16),
+            "E": MoE(inner=32, shared_inner=64),
+        },
     ),
 )
 COMPUTE = ComputeConfig()

@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
+from jaxthd.models.mixers import MoE
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.files.run_folder import write_config
-from jaxthd.models.mixers import MoE
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document

@@ -18,6 +18,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import metadata
 from jaxthd.parallel.schedule import make_schedule
@@ -31,16 +32,12 @@ TINY = ModelConfig(
         pattern="M*-E",
         vocab_size=256,
         dim=64,
-        q_heads=4,
-        kv_heads=4,
-        head_dim=16,
-        ffn_dim=256,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
-        mamba_groups=4,
-        expert_dim=64,
-        shared_expert_dim=128,
+        blocks={
+            "*": Attention(heads=4, kv_heads=4, head_dim=16),
+            "-": MLP(inner=256),
+            "M": Mamba2(heads=4, head_dim=16, state=16, groups=4),
+            "E": MoE(inner=64, shared_inner=128),
+        },
     ),
 )
 Remat = Literal["full", "none"]

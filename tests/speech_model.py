@@ -18,6 +18,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
 from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -43,19 +44,12 @@ MODEL = ModelConfig(
         pattern="ME*-ME*-",
         vocab_size=VOCAB,
         dim=32,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=8,
-        ffn_dim=32,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=8,
-        mamba_groups=2,
-        experts=4,
-        experts_per_token=2,
-        expert_dim=12,
-        shared_expert_dim=16,
-        router_scale=2.5,
+        blocks={
+            "*": Attention(heads=4, kv_heads=2, head_dim=8),
+            "-": MLP(inner=32),
+            "M": Mamba2(heads=4, head_dim=16, state=8, groups=2),
+            "E": MoE(experts=4, experts_per_token=2, inner=12, shared_inner=16, router=Router(scale=2.5)),
+        },
     ),
     adapter_dim=24,
 )

@@ -27,6 +27,7 @@ from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.models.blocks import MLP, Mamba2
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.plan import main
 from jaxthd.planning import lengths as lengths_module
@@ -43,7 +44,9 @@ MODEL = ModelConfig(
     encoder=EncoderConfig(
         num_mels=16, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8, chunk_seconds=1.0
     ),
-    llm=LLMConfig(pattern="M*-", dim=16, ffn_dim=16, mamba_heads=2, mamba_head_dim=8, mamba_groups=1),
+    llm=LLMConfig(
+        pattern="M*-", dim=16, blocks={"-": MLP(inner=16), "M": Mamba2(heads=2, head_dim=8, groups=1)}
+    ),
 )
 DATA = DataConfig(
     capacity=256,

@@ -3,7 +3,10 @@
 The docstring under a field is its text in --help and in docs/configuration.md.
 """
 
+from typing import Any
+
 from jaxthd.config.adapt import AdaptConfig
+from jaxthd.config.block import Block, Blocks, register_block
 from jaxthd.config.compute import BlockSizes, ComputeConfig
 from jaxthd.config.data import (
     AugmentConfig,
@@ -13,8 +16,6 @@ from jaxthd.config.data import (
     SpecAugmentConfig,
     ValidationSet,
 )
-from jaxthd.config.delta import DeltaConfig
-from jaxthd.config.latent_attention import LatentAttentionConfig
 from jaxthd.config.mesh import MeshConfig
 from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
@@ -25,15 +26,15 @@ from jaxthd.config.train import TrainConfig
 __all__ = [
     "AdaptConfig",
     "AugmentConfig",
+    "Block",
     "BlockSizes",
+    "Blocks",
     "ComputeConfig",
     "Config",
     "DataConfig",
-    "DeltaConfig",
     "EncoderConfig",
     "FilterConfig",
     "LLMConfig",
-    "LatentAttentionConfig",
     "MeshConfig",
     "ModelConfig",
     "Packing",
@@ -43,4 +44,12 @@ __all__ = [
     "SpecAugmentConfig",
     "TrainConfig",
     "ValidationSet",
+    "register_block",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Settings of blocks that old config files import: fields that jaxthd/config/removed.py moves."""
+    if name in ("DeltaConfig", "LatentAttentionConfig"):
+        return dict
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -5,13 +5,16 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any, NamedTuple
 
+from jaxthd.config.model import LLMConfig
+from jaxthd.config.rope import RopeConfig
+from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
 
 
 class Removed(NamedTuple):
     """was: its default, which an old config.json has whether or not it was given. now: what replaced it, for
-    the message. becomes: (value, the fields beside it) -> fields that now say the same; none where nothing
-    can be said any more.
+    the message; of settings with the same words all are told in one. becomes: (value, the fields beside it)
+    -> fields that now say the same; none where nothing can be said any more.
     """
 
     was: Any
@@ -103,6 +106,32 @@ def _beta(name: str, was: float) -> Removed:
         return {"optimizer_options": (*fields.get("optimizer_options", ()), f"{name}={value}")}
 
     return Removed(was, f'train.optimizer_options has it, as "{name}={was}"', option)
+
+
+_BLOCKS = "each kind of block has its own in model.llm.blocks (docs/configuration.md)"
+
+
+def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> Removed:
+    """A setting that each kind of block of these letters now has, by the name `name`; others: the same of
+    more kinds.
+
+    A dot in a name parts a group of settings and one of these. Blocks that the pattern does not have did not
+    read the setting: nothing becomes of it there.
+    """
+    names = {letter: new for of_kind, new in ((letters, name), *others) for letter in of_kind}
+
+    def moved(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The blocks with this setting."""
+        known = ("blocks", "pattern", "mtp_pattern")
+        model = LLMConfig(**{name: fields[name] for name in known if name in fields})
+        blocks = {
+            letter: with_value(model.blocks[letter], names[letter], value)
+            for letter in model.kinds
+            if letter in names
+        }
+        return {"blocks": {**model.blocks, **blocks}}
+
+    return Removed(was, _BLOCKS, moved)
 
 
 _REMAT = "compute.remat says it of the whole model, and by default keeps what fits (docs/decisions/remat.md)"
@@ -207,9 +236,41 @@ REMOVED: dict[str, dict[str, Removed]] = {
         ),
     },
     "model.llm": {
-        "rope_theta": Removed(
-            0.0, "model.llm.rope has it as theta", lambda value, fields: {"rope": {"theta": value}}
-        ),
+        "q_heads": _of_blocks(4, "*WL", "heads"),
+        "kv_heads": _of_blocks(2, "*W", "kv_heads"),
+        "head_dim": _of_blocks(32, "*W", "head_dim"),
+        "rope_theta": _of_blocks(0.0, "*WL", "rope.theta"),
+        "rope": _of_blocks(RopeConfig(), "*WL", "rope"),
+        "qk_norm": _of_blocks(False, "*W", "qk_norm"),
+        "window": _of_blocks(128, "W", "window"),
+        "attention_sinks": _of_blocks(False, "*W", "sinks"),
+        "attention_bias": _of_blocks(False, "*W", "bias"),
+        "attention_gate": _of_blocks(False, "*W", "gate"),
+        "latent_attention": _of_blocks(None, "L", ""),
+        "ffn_dim": _of_blocks(512, "-", "inner"),
+        "ffn_form": _of_blocks("relu2", "-E", "form"),
+        "swiglu_alpha": _of_blocks(1.702, "-E", "alpha"),
+        "swiglu_limit": _of_blocks(7.0, "-E", "limit"),
+        "ffn_bias": _of_blocks(False, "-E", "bias"),
+        "mamba_heads": _of_blocks(8, "M", "heads"),
+        "mamba_head_dim": _of_blocks(32, "M", "head_dim"),
+        "mamba_state": _of_blocks(32, "M", "state"),
+        "mamba_groups": _of_blocks(2, "M", "groups"),
+        "mamba_conv": _of_blocks(4, "M", "conv"),
+        "mamba_dt_limit": _of_blocks((0.0, float("inf")), "M", "dt_limit"),
+        "delta": _of_blocks(None, "D", ""),
+        "experts": _of_blocks(8, "E", "experts"),
+        "experts_per_token": _of_blocks(2, "E", "experts_per_token"),
+        "expert_dim": _of_blocks(128, "E", "inner"),
+        "shared_expert_dim": _of_blocks(256, "E", "shared_inner"),
+        "shared_expert_gate": _of_blocks(False, "E", "shared_gate"),
+        "latent_dim": _of_blocks(0, "E", "latent"),
+        "router": _of_blocks("sigmoid", "E", "router.scores"),
+        "router_normalised": _of_blocks(True, "E", "router.normalised"),
+        "router_bias": _of_blocks(False, "E", "router.bias"),
+        "router_groups": _of_blocks(1, "E", "router.groups"),
+        "router_groups_per_token": _of_blocks(1, "E", "router.groups_per_token"),
+        "router_scale": _of_blocks(1.0, "E", "router.scale"),
     },
     "train": {
         "beta1": _beta("beta1", 0.9),
@@ -248,11 +309,15 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
         if where == group and present.get(name) == old_value:
             present[name] = now
             notes.append(f"{group}.{name} {old_value!r} is no choice any more, {now!r} is: {why}")
+    told: dict[str, list[str]] = {}
     for name, old in removed.items():
         value = fields.get(name, old.was)
         if (tuple(value) if isinstance(value, list) else value) != old.was:  # JSON has no tuples
             present |= old.becomes(value, present)
-            notes.append(f"{group}.{name} {value!r} is no setting any more: {old.now}")
+            told.setdefault(old.now, []).append(f"{group}.{name} {value!r}")
+    for now, old_settings in told.items():
+        are = "is no setting" if len(old_settings) == 1 else "are no settings"
+        notes.append(f"{', '.join(old_settings)} {are} any more: {now}")
     return present, notes
 
 

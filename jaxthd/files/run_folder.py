@@ -11,7 +11,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from jaxthd.config import ComputeConfig, Config
+from jaxthd.config import Block, ComputeConfig, Config
+from jaxthd.config.block import block_kinds
 from jaxthd.config.listing import dataclass_in, kind_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.errors import UserError
@@ -152,7 +153,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         fields = _group(stored, group)
         present, notes = renewed(group, fields)
         fields.clear()
-        fields.update(json.loads(json.dumps(present)))
+        fields.update(json.loads(json.dumps(present, default=asdict)))
         for note in notes:
             warn_once(str(file), note)
     return stored
@@ -213,7 +214,19 @@ def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in stored.items()
         if isinstance(value, dict) and name in kinds and dataclass_in(kinds[name])
     }
+    if kinds.get("blocks") == dict[str, Block] and "blocks" in stored:
+        inner["blocks"] = {x: _completed(_block_kind(y), y) for x, y in stored["blocks"].items()}
     return defaults | dict(stored) | inner
+
+
+def _block_kind(stored: Mapping[str, Any]) -> type[Block]:
+    """The kind of a stored block. Raises ValueError for one that is not registered."""
+    kinds, name = block_kinds(), str(stored.get("kind"))
+    if name not in kinds:
+        raise ValueError(
+            f"the kind of block {name!r} is unknown; expected {', '.join(kinds)}: register it before"
+        )
+    return kinds[name]
 
 
 def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
@@ -224,6 +237,8 @@ def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
         raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}")
 
     def value_of(name: str, value: Any) -> Any:
+        if kinds[name] == dict[str, Block]:
+            return {letter: _built(_block_kind(block), block) for letter, block in value.items()}
         inner = dataclass_in(kinds[name])
         if inner and value is not None:
             return _built(inner, value)

@@ -18,11 +18,11 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
+from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
 from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers import Routing
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.ops.activations import relu_squared
 from jaxthd.ops.cross_entropy import (
@@ -130,7 +130,7 @@ class SpeechLM(nnx.Module):
         self.vocabulary_axes = (PIPELINE, TENSOR) if ranks > 1 else ()
         self.has_pipeline = init.mesh.pipeline > 1
         self.max_documents = max_documents
-        self.window = config.llm.window if "W" in config.llm.kinds else None
+        self.window = config.llm.window
         self.mesh = init.mesh
 
     def log_probs(

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxthd.kernels.choose import attention_shape
+from jaxthd.kernels.choose import attention_shapes
 from jaxthd.ops.attention.cudnn import WORKSPACE_MOST, workspace
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
@@ -91,10 +91,13 @@ def _maxima(plan: Plan) -> str:
         [o.data.max_documents, _share_within(unbounded, o.data.max_documents), *o.costs]
         for o in plan.by_maximum
     ]
-    if not {"*", "L"} & set(config.model.llm.kinds):
+    if all(
+        shape is None or shape.window for shape in (x.attention(1) for _, x in config.model.llm.each_block)
+    ):
         return table(title, columns, rows)
     for row, o in zip(rows, plan.by_maximum, strict=True):
-        row.append(size_text(workspace(attention_shape(replace(config, data=o.data)))))
+        shapes = attention_shapes(replace(config, data=o.data))
+        row.append(size_text(max(map(workspace, shapes))))
     explained = (
         "  The last column is what the number of documents costs the back-end cudnn on each GPU: its\n"
         "  backward pass pads every document to the buffer. The back-end is not used where that is over\n"

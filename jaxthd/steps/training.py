@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxthd.config import Config
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.models.adapt import join, keeps_router_biases, keeps_statistics, split
-from jaxthd.models.mixers import Routing
+from jaxthd.models.blocks import Routing
 from jaxthd.objectives import LOSS
 from jaxthd.ops.dropout import token_keys
 from jaxthd.packing.batch import Batch
@@ -162,7 +162,7 @@ def gradient_specs(blueprint: Blueprint) -> Gradient:
 
     def routing_specs(pattern: str, spec: Any) -> Routing | None:
         """Specs of the routing of a chunk with experts; None without."""
-        return Routing(spec, spec, spec) if "E" in pattern else None
+        return Routing(spec, spec, spec) if llm.routed_layers(pattern) else None
 
     future = None
     if config.depths_trained:

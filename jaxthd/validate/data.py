@@ -6,11 +6,12 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxthd.config import Config
+from jaxthd.config.findings import Finding, multiples
 from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.mixing import wrong_weights
 from jaxthd.data.sources.columns import FIELDS, is_column
 from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.validate.rules import DeviceFacts, Finding, multiples, refusals
+from jaxthd.validate.rules import DeviceFacts, refusals
 from jaxthd.validate.values import leaves
 
 _OF_AUDIO = (

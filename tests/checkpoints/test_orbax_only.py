@@ -17,6 +17,7 @@ import pytest
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
@@ -31,17 +32,12 @@ LLM = LLMConfig(
     pattern="MEM*-*",
     vocab_size=97,
     dim=16,
-    q_heads=6,
-    kv_heads=3,
-    head_dim=10,
-    ffn_dim=36,
-    mamba_heads=4,
-    mamba_head_dim=11,
-    mamba_state=13,
-    mamba_conv=3,
-    experts=7,
-    expert_dim=9,
-    shared_expert_dim=15,
+    blocks={
+        "*": Attention(heads=6, kv_heads=3, head_dim=10),
+        "-": MLP(inner=36),
+        "M": Mamba2(heads=4, head_dim=11, state=13, conv=3),
+        "E": MoE(experts=7, inner=9, shared_inner=15),
+    },
 )
 FUTURE = LLMConfig(
     **vars(LLM) | {"latent_dim": 12, "mtp_pattern": "*E", "mtp_depths": 3, "mtp_shared": False}

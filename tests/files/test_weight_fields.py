@@ -11,8 +11,9 @@ from jaxthd.config import LLMConfig, ModelConfig, RopeConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat
 from jaxthd.files.weight_fields import REFUSED, SAID, compare_models
+from jaxthd.models.blocks import Attention
 
-LLM = LLMConfig(rope=RopeConfig(theta=1e4), mtp_pattern="*", mtp_shared=False)
+LLM = LLMConfig(blocks={"*": Attention(rope=RopeConfig(theta=1e4))}, mtp_pattern="*", mtp_shared=False)
 MODEL = ModelConfig(llm=LLM)
 TEXTS = {
     "pattern": "M-M*E",

@@ -34,6 +34,7 @@ from jaxthd.inference.generator import (
     for_generation,
     whole_answer,
 )
+from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.models.stacks import to_stages
 from jaxthd.ops.sampling import Sampling, draw
 from jaxthd.packing.document import Document
@@ -53,13 +54,10 @@ CONFIG = Config(
             pattern="M*M*",
             vocab_size=264,
             dim=16,
-            q_heads=2,
-            kv_heads=2,
-            head_dim=8,
-            mamba_heads=2,
-            mamba_head_dim=8,
-            mamba_state=8,
-            mamba_groups=2,
+            blocks={
+                "*": Attention(heads=2, kv_heads=2, head_dim=8),
+                "M": Mamba2(heads=2, head_dim=8, state=8, groups=2),
+            },
         ),
     ),
     compute=ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=16, attention=32)),

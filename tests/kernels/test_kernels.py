@@ -22,6 +22,7 @@ from jaxthd.errors import UserError
 from jaxthd.kernels import choose
 from jaxthd.kernels.admission import Kernel, Verdict
 from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
+from jaxthd.models.blocks import Mamba2
 from jaxthd.ops.attention import blockwise, pallas_kernels
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend
@@ -205,7 +206,7 @@ def test_auto_of_the_encoder_on_each_platform(
 
 
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)
-SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=16)
+SMALL = LLMConfig(blocks={"M": Mamba2(heads=2, groups=1, head_dim=16, state=16)})
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from jaxthd.config import (
     ModelConfig,
     RopeConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
 
 MELS, VOCAB = 8, 56
 MODEL = ModelConfig(
@@ -25,19 +26,12 @@ MODEL = ModelConfig(
         pattern="ME*-ME*-",
         vocab_size=VOCAB,
         dim=32,
-        q_heads=8,
-        kv_heads=2,
-        head_dim=8,
-        ffn_dim=32,
-        mamba_heads=8,
-        mamba_head_dim=8,
-        mamba_state=8,
-        mamba_groups=2,
-        experts=8,
-        experts_per_token=2,
-        expert_dim=16,
-        shared_expert_dim=16,
-        router_scale=2.5,
+        blocks={
+            "*": Attention(heads=8, kv_heads=2, head_dim=8),
+            "-": MLP(inner=32),
+            "M": Mamba2(heads=8, head_dim=8, state=8, groups=2),
+            "E": MoE(experts=8, experts_per_token=2, inner=16, shared_inner=16, router=Router(scale=2.5)),
+        },
     ),
     adapter_dim=16,
 )

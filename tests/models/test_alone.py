@@ -9,10 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-
-from jaxthd.config import BlockSizes, ComputeConfig, DeltaConfig, EncoderConfig, LLMConfig
-from jaxthd.models.fastconformer import FastConformer
-from jaxthd.models.hybrid import Block, HybridDecoder
 from jaxthd.models.mixers import (
     LAYER_KINDS,
     MLP,
@@ -24,6 +20,11 @@ from jaxthd.models.mixers import (
     MoE,
     RoutedMixer,
 )
+
+from jaxthd.config import BlockSizes, ComputeConfig, EncoderConfig, LLMConfig
+from jaxthd.models.blocks import MLP, Attention, LatentAttention, Mamba2, MoE
+from jaxthd.models.fastconformer import FastConformer
+from jaxthd.models.hybrid import Block, HybridDecoder
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
@@ -38,18 +39,12 @@ BLOCK = 8
 LLM = LLMConfig(
     pattern="ME*-M",
     dim=DIM,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=6,
-    ffn_dim=24,
-    mamba_heads=4,
-    mamba_head_dim=8,
-    mamba_state=8,
-    mamba_groups=2,
-    delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=6, value_dim=5),
-    experts=5,
-    expert_dim=7,
-    shared_expert_dim=9,
+    blocks={
+        "*": Attention(heads=4, kv_heads=2, head_dim=6),
+        "-": MLP(inner=24),
+        "M": Mamba2(heads=4, head_dim=8, state=8, groups=2),
+        "E": MoE(experts=5, inner=7, shared_inner=9),
+    },
     mtp_pattern="*E",
 )
 QWEN3_LLM, GPT_OSS_LLM, DEEPSEEK_LLM = (replace(LLM, **each) for each in (QWEN3, GPT_OSS, DEEPSEEK))

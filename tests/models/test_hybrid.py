@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 
 from jaxthd.config import BlockSizes, ComputeConfig, LLMConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
 from jaxthd.models.hybrid import Block, HybridDecoder, repeated_units
-from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Init
 from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans, top_k_margins
@@ -22,19 +23,12 @@ DIM = 32
 LLM = LLMConfig(
     pattern="ME*-M",
     dim=DIM,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=6,
-    ffn_dim=24,
-    mamba_heads=4,
-    mamba_head_dim=16,
-    mamba_state=8,
-    mamba_groups=2,
-    experts=5,
-    experts_per_token=2,
-    expert_dim=7,
-    shared_expert_dim=9,
-    router_scale=2.5,
+    blocks={
+        "*": Attention(heads=4, kv_heads=2, head_dim=6),
+        "-": MLP(inner=24),
+        "M": Mamba2(heads=4, head_dim=16, state=8, groups=2),
+        "E": MoE(experts=5, experts_per_token=2, inner=7, shared_inner=9, router=Router(scale=2.5)),
+    },
 )
 LATENT = {"latent_dim": 10, "experts_per_token": 3}
 PADDING = 30.0

@@ -12,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxthd.models.mixers import LatentAttention
+from jaxthd.models.mixers.moe import of_best_groups
 
 from jaxthd.config import ComputeConfig, Config, LLMConfig
 from jaxthd.kernels.choose import attention_shape, using, with_admitted
 from jaxthd.models.layers import Linear
-from jaxthd.models.mixers import LatentAttention
-from jaxthd.models.mixers.moe import of_best_groups
 from jaxthd.packing.segments import segments_of
 from jaxthd.parallel.params import Init
 from tests.helpers import assert_same

@@ -10,10 +10,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxthd.models.mixers import LAYER_KINDS
 
 from jaxthd.config import Config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
 from tests.helpers import CAPACITY, assert_same, row_arrays

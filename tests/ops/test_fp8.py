@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
@@ -23,7 +24,13 @@ from tests.helpers import batch_of, filled_state
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
     llm=LLMConfig(
-        pattern="M*-", dim=32, q_heads=2, kv_heads=1, head_dim=16, ffn_dim=64, mamba_heads=4, mamba_head_dim=8
+        pattern="M*-",
+        dim=32,
+        blocks={
+            "*": Attention(heads=2, kv_heads=1, head_dim=16),
+            "-": MLP(inner=64),
+            "M": Mamba2(heads=4, head_dim=8),
+        },
     ),
 )
 MLP = ("decoder.layers.mlp.*",)

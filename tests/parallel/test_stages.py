@@ -8,10 +8,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jaxthd.models.mixers import LAYER_KINDS
 
 from jaxthd.config import LLMConfig, MeshConfig
 from jaxthd.files.config_file import load_config
-from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.stacks import from_stages, pipeline_stages, to_stages
 from jaxthd.parallel.stages import Stages, divide
 

@@ -7,11 +7,17 @@ import pytest
 from jaxthd.config import AdaptConfig, Config, EncoderConfig, LLMConfig, ModelConfig, TrainConfig
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.machine import peak_flops
+from jaxthd.models.blocks import MLP, Attention
 from jaxthd.planning.model_flops import model_flops
 from jaxthd.planning.parameters import parameter_groups
 
 DIM, FFN, VOCABULARY = 32, 96, 264
-LLM = LLMConfig(pattern="-*-", dim=DIM, ffn_dim=FFN, q_heads=4, kv_heads=2, head_dim=8, vocab_size=VOCABULARY)
+LLM = LLMConfig(
+    pattern="-*-",
+    dim=DIM,
+    blocks={"-": MLP(inner=FFN), "*": Attention(heads=4, kv_heads=2, head_dim=8)},
+    vocab_size=VOCABULARY,
+)
 CONFIG = Config(model=ModelConfig(encoder=None, llm=LLM))
 MLP, ATTENTION, HEAD = 2 * DIM * FFN, DIM * 8 * (4 + 2 + 2 + 4), DIM * VOCABULARY
 """Weights of a block, by hand."""

@@ -24,6 +24,7 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.inference.generator import Generator
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
@@ -50,18 +51,12 @@ CONFIG = Config(
             pattern="ME*-",
             vocab_size=VOCAB,
             dim=16,
-            q_heads=2,
-            kv_heads=2,
-            head_dim=8,
-            ffn_dim=16,
-            mamba_heads=2,
-            mamba_head_dim=8,
-            mamba_state=8,
-            mamba_groups=2,
-            experts=4,
-            experts_per_token=2,
-            expert_dim=8,
-            shared_expert_dim=8,
+            blocks={
+                "*": Attention(heads=2, kv_heads=2, head_dim=8),
+                "-": MLP(inner=16),
+                "M": Mamba2(heads=2, head_dim=8, state=8, groups=2),
+                "E": MoE(experts=4, experts_per_token=2, inner=8, shared_inner=8),
+            },
         ),
     ),
     compute=ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=16, attention=32, experts=8, loss=32)),

@@ -27,6 +27,7 @@ from jaxthd.config import (
     PostTrainingConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.models.dropout import Draws, drawing, dropped
 from jaxthd.packing.document import Document
 from jaxthd.steps.forward import objective_of
@@ -36,14 +37,11 @@ LLM = LLMConfig(
     pattern="M*-",
     vocab_size=300,
     dim=16,
-    q_heads=2,
-    kv_heads=2,
-    head_dim=8,
-    ffn_dim=32,
-    mamba_heads=2,
-    mamba_head_dim=8,
-    mamba_state=8,
-    window=16,
+    blocks={
+        "*": Attention(heads=2, kv_heads=2, head_dim=8),
+        "-": MLP(inner=32),
+        "M": Mamba2(heads=2, head_dim=8, state=8),
+    },
 )
 BASE: dict[str, Any] = {
     "data": DataConfig(capacity=128, audio_capacity=256, max_documents=8, packing_bins=2),

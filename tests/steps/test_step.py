@@ -23,6 +23,7 @@ from jaxthd.config import (
     RolloutConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -37,7 +38,11 @@ from tests.weights import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
-    llm=LLMConfig(pattern="ME*-", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=4, mamba_head_dim=8),
+    llm=LLMConfig(
+        pattern="ME*-",
+        dim=16,
+        blocks={"*": Attention(heads=2, kv_heads=1, head_dim=8), "M": Mamba2(heads=4, head_dim=8)},
+    ),
     adapter_dim=8,
 )
 
