@@ -58,20 +58,22 @@ def _encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _patterns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks the letters of the blocks, multi-token prediction, and the vocabulary."""
     llm = config.model.llm
-    known = f"one letter a block of {', '.join(llm.blocks)} (model.llm.blocks), or of {letters_and_titles()}"
+    letters = (
+        f"one letter a block of {', '.join(llm.blocks)} (model.llm.blocks), or of {letters_and_titles()}"
+    )
     unknown = sorted(set(llm.letters) - set(llm.blocks))
     if unknown or not llm.letters:
         holds = f"holds {', '.join(unknown)}" if unknown else "is empty"
         yield Finding(
             f"model.llm.pattern {llm.pattern!r} {holds}",
-            f"{known}, and | between pipeline stages",
+            f"{letters}, and | between pipeline stages",
             "correct model.llm.pattern",
         )
     unknown = sorted(set(llm.mtp_pattern) - set(llm.blocks))
     if unknown:
         yield Finding(
             f"model.llm.mtp_pattern {llm.mtp_pattern!r} holds {', '.join(unknown)}",
-            f"{known}, the blocks of one depth; pipeline stages do not divide it",
+            f"{letters}, the blocks of one depth; pipeline stages do not divide it",
             'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" means none',
         )
     unused = sorted(set(llm.blocks) - set(llm.kinds))
