@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, is_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -13,13 +14,14 @@ from jaxthd.errors import UserError
 
 class Removed(NamedTuple):
     """was: its default, which an old config.json has whether or not it was given. now: what replaced it, for
-    the message; of settings with the same words all are told in one. becomes: (value, the fields beside it)
+    the message. becomes: (value, the fields beside it)
     -> fields that now say the same; none where nothing can be said any more.
     """
 
     was: Any
     now: str
     becomes: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda value, fields: {}
+    is_moved: bool = False
 
 
 def _half(name: str, end: int, now: str, defaults: tuple[Any, Any] = (0.0, 0.0)) -> Removed:
@@ -108,9 +110,6 @@ def _beta(name: str, was: float) -> Removed:
     return Removed(was, f'train.optimizer_options has it, as "{name}={was}"', option)
 
 
-_BLOCKS = "each kind of block has its own in model.llm.blocks (docs/configuration.md)"
-
-
 def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> Removed:
     """A setting that each kind of block of these letters now has, by the name `name`; others: the same of
     more kinds.
@@ -131,13 +130,23 @@ def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> R
         }
         return {"blocks": {**model.blocks, **blocks}}
 
-    return Removed(was, _BLOCKS, moved)
+    places = " and ".join(f"model.llm.blocks.{letter}.{new}".rstrip(".") for letter, new in names.items())
+    return Removed(was, f"is {places}", moved, is_moved=True)
 
 
 _REMAT = "compute.remat says it of the whole model, and by default keeps what fits (docs/decisions/remat.md)"
 _SIZES = "it follows from compute.dtype and the device (jaxthd/config/compute.py), and affects speed only"
 _NO_GRAPHS = "xla_gpu_enable_command_buffer="
 _ONE_SIZE = "a run has one size of buffers, which jaxthd plan recommends for its data"
+_LATENT_ATTENTION = {
+    "q_lora_rank": 0,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "norm_eps": 1e-6,
+}
+_DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 32, "conv": 4}
 REMOVED: dict[str, dict[str, Removed]] = {
     "data": {
         "prefetch": Removed(2, "two batches are made ahead where there are data.workers, else none"),
@@ -240,13 +249,13 @@ REMOVED: dict[str, dict[str, Removed]] = {
         "kv_heads": _of_blocks(2, "*W", "kv_heads"),
         "head_dim": _of_blocks(32, "*W", "head_dim"),
         "rope_theta": _of_blocks(0.0, "*WL", "rope.theta"),
-        "rope": _of_blocks(RopeConfig(), "*WL", "rope"),
+        "rope": _of_blocks(asdict(RopeConfig()), "*WL", "rope"),
         "qk_norm": _of_blocks(False, "*W", "qk_norm"),
         "window": _of_blocks(128, "W", "window"),
         "attention_sinks": _of_blocks(False, "*W", "sinks"),
         "attention_bias": _of_blocks(False, "*W", "bias"),
         "attention_gate": _of_blocks(False, "*W", "gate"),
-        "latent_attention": _of_blocks(None, "L", ""),
+        "latent_attention": _of_blocks(_LATENT_ATTENTION, "L", ""),
         "ffn_dim": _of_blocks(512, "-", "inner"),
         "ffn_form": _of_blocks("relu2", "-E", "form"),
         "swiglu_alpha": _of_blocks(1.702, "-E", "alpha"),
@@ -258,7 +267,7 @@ REMOVED: dict[str, dict[str, Removed]] = {
         "mamba_groups": _of_blocks(2, "M", "groups"),
         "mamba_conv": _of_blocks(4, "M", "conv"),
         "mamba_dt_limit": _of_blocks((0.0, float("inf")), "M", "dt_limit"),
-        "delta": _of_blocks(None, "D", ""),
+        "delta": _of_blocks(_DELTA, "D", ""),
         "experts": _of_blocks(8, "E", "experts"),
         "experts_per_token": _of_blocks(2, "E", "experts_per_token"),
         "expert_dim": _of_blocks(128, "E", "inner"),
@@ -309,16 +318,23 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
         if where == group and present.get(name) == old_value:
             present[name] = now
             notes.append(f"{group}.{name} {old_value!r} is no choice any more, {now!r} is: {why}")
-    told: dict[str, list[str]] = {}
+    moved = []
     for name, old in removed.items():
         value = fields.get(name, old.was)
-        if (tuple(value) if isinstance(value, list) else value) != old.was:  # JSON has no tuples
-            present |= old.becomes(value, present)
-            told.setdefault(old.now, []).append(f"{group}.{name} {value!r}")
-    for now, old_settings in told.items():
-        are = "is no setting" if len(old_settings) == 1 else "are no settings"
-        notes.append(f"{', '.join(old_settings)} {are} any more: {now}")
-    return present, notes
+        if _plain(value) == _plain(old.was):
+            continue
+        present |= old.becomes(value, present)
+        if old.is_moved:
+            moved.append(f"{group}.{name} {old.now}")
+        else:
+            notes.append(f"{group}.{name} {value!r} is no setting any more: {old.now}")
+    return present, [*notes, *([f"settings of another name: {', '.join(moved)}"] if moved else [])]
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON and config files both write it: a group of settings as a dict, a list as a tuple."""
+    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def renewed_paths(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,9 +81,8 @@ def _removed_accepted(path: Path) -> Iterator[None]:
             for note in notes:
                 warn_once(str(path), note)
             hints = get_type_hints(kind_at(group))
-            inner = {
-                name: dataclass_in(hints[name])(**x) for name, x in fields.items() if isinstance(x, dict)
-            }
+            groups = {name: dataclass_in(hints[name]) for name, x in fields.items() if isinstance(x, dict)}
+            inner = {name: kind(**fields[name]) for name, kind in groups.items() if kind}
             init(self, *args, **fields | inner)
 
         return accept

@@ -129,7 +129,8 @@ class Decoder:
         """The settings of a kind of block."""
         if letter not in self.blocks:
             raise UserError(
-                f"{where} has a block {letter!r}; expected {', '.join(self.blocks)}: choose another checkpoint"
+                f"{where} has a block {letter!r}; expected {', '.join(self.blocks)}: choose another "
+                "checkpoint"
             )
         of_kind = self.blocks[letter]
         settings = read_settings(fields, of_kind.settings, where)
@@ -182,8 +183,9 @@ class Decoder:
             differing = [x for x in of_block if x in fields and fields[x] != of_block[x]]
             if differing and any(x in llm.blocks for x in self.blocks if x != letter):
                 raise UserError(
-                    f"{self.title} has one {differing[0]} for all kinds of blocks, {fields[differing[0]]!r} and "
-                    f"{of_block[differing[0]]!r} in model.llm.blocks; expected one value: choose another format"
+                    f"{self.title} has one {differing[0]} for all kinds of blocks, and model.llm.blocks "
+                    f"{fields[differing[0]]!r} and {of_block[differing[0]]!r}; expected one value: choose "
+                    "another format"
                 )
             fields |= of_block
         return fields

@@ -259,8 +259,8 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     reasons = {
         "slots": f"padding of {best.padding:.1%} against {other.padding:.1%}",
         "attention": f"attention work of {best.imbalance:.2f} of the mean, against {other.imbalance:.2f}",
-        "exchange": f"{best.state_bytes:,.0f} bytes of states in a layer and {best.attention_bytes:,.0f} in one "
-        f"of attention, against {other.state_bytes:,.0f} and {other.attention_bytes:,.0f}",
+        "exchange": f"{best.state_bytes:,.0f} bytes of states in a layer and {best.attention_bytes:,.0f} in "
+        f"one of attention, against {other.state_bytes:,.0f} and {other.attention_bytes:,.0f}",
     }
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
     return (

@@ -51,7 +51,8 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         if layout == "buffer" and capacity // unit < taps - 1:
             yield Finding(
                 f"a context chunk, data.capacity / (2 * context), holds {capacity // unit} tokens",
-                f"{taps - 1} or more, because {where} has a convolution of {taps} taps, which looks that far back",
+                f"{taps - 1} or more, because {where} has a convolution of {taps} taps, which looks that far "
+                "back",
                 f"set data.capacity to {unit * (taps - 1)} or more, or lower mesh.context",
             )
         if layout == "whole" and splits > 0 and taps - 1 > LEAST_CHUNK:
@@ -73,13 +74,15 @@ def _tensor_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                 yield Finding(
                     f"mesh.tensor is {ranks} with {where}.{name} {size}",
                     f"a divisor of {size}, because every rank takes equally many",
-                    f"set mesh.tensor to {divisors(size, ranks)}, or {where}.{name} to {multiples(size, ranks)}",
+                    f"set mesh.tensor to {divisors(size, ranks)}, or {where}.{name} to "
+                    f"{multiples(size, ranks)}",
                 )
         for name, size in block.shared_sizes().items():
             if size % ranks and ranks % size:
                 yield Finding(
                     f"mesh.tensor is {ranks} with {where}.{name} {size}",
-                    f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share one",
+                    f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share "
+                    "one",
                     f"set mesh.tensor to {divisors(size, ranks)} or {size * (ranks // size + 1)}",
                 )
     data, context = config.data, config.mesh.context
@@ -141,8 +144,8 @@ def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             sharded = expert_sharding(block.experts_to_share, config.mesh)
             yield Finding(
                 f"{where}.experts is {block.experts_to_share} for {ranks} data and context ranks",
-                f"a multiple of {ranks}: experts are sharded over the axes {sharded.axes if sharded else '()'} "
-                "only, the others gather their weights",
+                f"a multiple of {ranks}: experts are sharded over the axes "
+                f"{sharded.axes if sharded else '()'} only, the others gather their weights",
                 "change mesh.data or mesh.context, unless they may be gathered",
                 is_warning=True,
             )

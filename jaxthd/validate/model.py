@@ -126,7 +126,7 @@ def _blocks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(str(error).partition("; ")[0], "one size", "give all blocks with a window the same")
     if sum(block.routes for _, block in llm.each_block) > 1:
         yield Finding(
-            f"model.llm.blocks {', '.join(x for x in llm.kinds if llm.blocks[x].routes)} route tokens to experts",
+            f"model.llm.blocks {', '.join(x for x in llm.blocks if llm.blocks[x].routes)} route tokens",
             "one kind of block that does, because its load is told by layer",
             "give all layers with experts one letter",
         )

@@ -114,7 +114,8 @@ class MoE(FFN):
             yield Finding(
                 f"{where}.router.groups is {groups} with {self.experts} experts",
                 "equal groups of two or more, because a group's score is the sum of its two best experts'",
-                f"set {where}.router.groups to a divisor of {self.experts} up to {self.experts // 2}, or to 1",
+                f"set {where}.router.groups to a divisor of {self.experts} up to {self.experts // 2}, or "
+                "to 1",
             )
         elif groups > 1 and not least <= most <= groups:
             yield Finding(
