@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from jaxthd.models.blocks import Mamba2 as Mamba2
     from jaxthd.models.blocks import MoE as MoE
     from jaxthd.models.blocks import Router as Router
-    from jaxthd.models.fastconformer import FastConformer as FastConformer
+    from jaxthd.models.front_ends import FastConformer as FastConformer
     from jaxthd.models.hybrid import HybridDecoder as HybridDecoder
     from jaxthd.models.speech_lm import SpeechLM as SpeechLM
     from jaxthd.models.stacks import from_stages as from_stages

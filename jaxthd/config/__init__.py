@@ -16,8 +16,9 @@ from jaxthd.config.data import (
     SpecAugmentConfig,
     ValidationSet,
 )
+from jaxthd.config.front_end import FrontEnd, default_front_end, register_front_end
 from jaxthd.config.mesh import MeshConfig
-from jaxthd.config.model import EncoderConfig, LLMConfig, ModelConfig
+from jaxthd.config.model import LLMConfig, ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
 from jaxthd.config.rope import RopeConfig
 from jaxthd.config.run import Config
@@ -32,8 +33,8 @@ __all__ = [
     "ComputeConfig",
     "Config",
     "DataConfig",
-    "EncoderConfig",
     "FilterConfig",
+    "FrontEnd",
     "LLMConfig",
     "MeshConfig",
     "ModelConfig",
@@ -45,11 +46,15 @@ __all__ = [
     "TrainConfig",
     "ValidationSet",
     "register_block",
+    "register_front_end",
 ]
 
 
 def __getattr__(name: str) -> Any:
-    """Settings of blocks that old config files import: fields that jaxthd/config/removed.py moves."""
+    """Names that old config files import: the default front end's settings, and fields of blocks that
+    jaxthd/config/removed.py moves."""
+    if name == "EncoderConfig":
+        return type(default_front_end())
     if name in ("DeltaConfig", "LatentAttentionConfig"):
         return dict
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -8,8 +8,9 @@ from dataclasses import fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, NamedTuple, get_args, get_origin, get_type_hints
 
-from jaxthd.config import Block, Config
+from jaxthd.config import Block, Config, FrontEnd
 from jaxthd.config.block import block_kinds, usual_blocks
+from jaxthd.config.front_end import default_front_end, front_ends
 from jaxthd.config.values import DERIVED, Range
 
 
@@ -54,13 +55,16 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
     of `kind`. Raises ValueError for a field without a docstring under it.
     """
     defaults, sources = kind(), _field_sources(kind)
-    settings, nested = [], []
+    settings: list[Setting] = []
+    nested: list[tuple[Any, str, str]] = []
     for name, hint in hints_of(kind).items():
         if DERIVED in getattr(hint, "__metadata__", ()):
             continue
         where = f"{path}.{name}" if path else name
         annotation, docstring = sources[name]
-        if inner := dataclass_in(hint):
+        if (inner := dataclass_in(hint)) is FrontEnd:
+            nested += [(each, where, docstring) for each in front_ends().values()]
+        elif inner:
             nested.append((inner, where, docstring))
         elif hint == dict[str, Block]:
             nested += [(each, f"{where}.{each.letter}", "") for each in block_kinds().values()]
@@ -96,6 +100,7 @@ def kind_at(path: str) -> Any:
         else:
             hint = get_type_hints(kind)[name]
             kind = hint if hint == dict[str, Block] else dataclass_in(hint)
+            kind = type(default_front_end()) if kind is FrontEnd else kind
     return kind
 
 
@@ -125,13 +130,14 @@ def dataclass_in(hint: Any) -> Any:
 
 
 def all_groups() -> tuple[Group, ...]:
-    """The groups of Config, with those of all kinds of blocks, each by the letter that it usually has."""
-    return _groups(len(block_kinds()))
+    """The groups of Config, with those of all kinds of blocks, each by the letter that it usually has, and of
+    front ends."""
+    return _groups(len(block_kinds()) + len(front_ends()))
 
 
 @cache
 def _groups(kinds: int) -> tuple[Group, ...]:
-    """kinds: of blocks, of which more may be registered later."""
+    """kinds: of blocks and front ends, of which more may be registered later."""
     return tuple(groups())
 
 

@@ -2,44 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Any
 
 from jaxthd.config.block import Block, Blocks, usual_blocks
-from jaxthd.config.values import Index, Range
+from jaxthd.config.front_end import FrontEnd, default_front_end
+from jaxthd.config.values import Index
 from jaxthd.errors import UserError
-
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """FastConformer over packed log-mel frames."""
-
-    num_mels: int = 80
-    """Mel bands of the features."""
-    layers: int = 4
-    """Conformer blocks."""
-    dim: int = 128
-    """Model dim."""
-    heads: int = 4
-    """Attention heads."""
-    ffn_dim: int = 512
-    """Inner dim of each of the two feed-forward modules."""
-    conv_kernel: int = 9
-    """Taps of the depthwise convolution; odd."""
-    subsampling_channels: int = 64
-    """Channels of the stride-2 convolutions."""
-    linear_bias: bool = True
-    """Biases in attention and feed-forward modules."""
-    conv_bias: bool = True
-    """Biases in convolution modules."""
-    scale_input: bool = True
-    """Multiply the subsampled features by sqrt(dim)."""
-    chunk_seconds: Annotated[float, Range(0.02)] = 30.0
-    """Longer audio is encoded in chunks of this length. A property of the model, not of the mesh."""
-
-    @property
-    def chunk_frames(self) -> int:
-        """Most mel frames of an encoder chunk. A tail of one frame joins the chunk before it."""
-        return round(self.chunk_seconds * 100) + 1
 
 
 @dataclass(frozen=True)
@@ -142,8 +110,9 @@ class LLMConfig:
 class ModelConfig:
     """The speech LLM: encoder, adapter, decoder. A checkpoint depends on all of it, and on nothing else."""
 
-    encoder: EncoderConfig | None = field(default_factory=EncoderConfig)
-    """None: a text-only model, without encoder and adapter. Only a config file can say so."""
+    encoder: FrontEnd | None = field(default_factory=default_front_end)
+    """The audio front end. None: a text-only model, without it and the adapter. Only a config file can say
+    so."""
     llm: LLMConfig = field(default_factory=LLMConfig)
     adapter_dim: Index = 0
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
@@ -151,7 +120,7 @@ class ModelConfig:
     """Whether the adapter's last linear layer has a bias (Canary-Qwen)."""
 
     @property
-    def audio_encoder(self) -> EncoderConfig:
+    def audio_encoder(self) -> FrontEnd:
         """The encoder, for what cannot do without one. Raises UserError for a text-only model."""
         if self.encoder is None:
             raise UserError(

@@ -15,16 +15,15 @@ from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat
 
-SAID = ("model.encoder.chunk_seconds",)
-"""They change what the arrays compute, and runs do change them: longer pieces of audio, and
-Block.read_with_others (longer contexts by another base or scaling of the rotary embedding or by a wider
-window, more experts a token). Other values are taken, and said."""
 REFUSED = ("*.rope.fraction",)
-"""All other fields are refused, and these among SAID; also a rope.theta or a window from or to 0."""
+"""Settings of read_with_others that are refused all the same; also a rope.theta or a window from or to 0."""
 
 
 def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> dict[str, tuple[Any, Any]]:
-    """Returns the fields that are taken although they differ (SAID), with their values there and here.
+    """Returns the fields that are taken although they differ, with their values there and here: those of
+    `read_with_others` of blocks and of the front end, which change what the arrays compute and which runs do
+    change (longer pieces of audio, longer contexts by another base or scaling of the rotary embedding or by a
+    wider window, more experts a token).
 
     Raises UserError if the weights in `path`, of the model `there`, are not weights of the model `here`.
     Encoder and adapter, or multi-token prediction, may be missing on one side. Weights that all depths share
@@ -46,9 +45,8 @@ def compare_models(path: Path, there: ModelConfig, here: ModelConfig) -> dict[st
         for name in now | then
         if now.get(name) != then.get(name) and not _is_any(name, free)
     }
-    taken = SAID + tuple(
-        _of_block(x, y) for x, block in here.llm.blocks.items() for y in block.read_with_others
-    )
+    taken = [_of_block(x, y) for x, block in here.llm.blocks.items() for y in block.read_with_others]
+    taken += [f"model.encoder.{x}" for x in (here.encoder.read_with_others if here.encoder else ())]
     said = {name: values for name, values in differing.items() if _is_said(name, values, taken)}
     refused = [f"\n  {name}: {a} there, {b} here" for name, (a, b) in differing.items() if name not in said]
     if refused:

@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
-from jaxthd.config import AdaptConfig, Block, EncoderConfig, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config import AdaptConfig, Block, LLMConfig, ModelConfig, RopeConfig
 from jaxthd.config.values import with_value
 from jaxthd.hf.fields import Fields, required
 from jaxthd.hf.names import Shape, Tensor
+from jaxthd.models.front_ends import FastConformer
 
-Config = TypeVar("Config", Block, LLMConfig, EncoderConfig, ModelConfig, AdaptConfig, RopeConfig)
+Config = TypeVar("Config", Block, LLMConfig, FastConformer, ModelConfig, AdaptConfig, RopeConfig)
 
 LLM = ("embedding", "decoder.", "head")
 ENCODER, ADAPTER = ("encoder.",), ("adapter.",)

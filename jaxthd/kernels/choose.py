@@ -15,11 +15,9 @@ from jaxthd.kernels.scan_probe import scan_kernels
 from jaxthd.ops.attention.backends import BACKENDS as ATTENTION
 from jaxthd.ops.attention.backends import for_any_intervals
 from jaxthd.ops.attention.contract import AttentionShape
-from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.scan.backends import BACKENDS as SCANS
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.pallas import chunk_of
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.processes import exchange
 
 
@@ -51,13 +49,10 @@ def scan_shapes(config: Config) -> list[ScanShape]:
     return [ScanShape(config.compute.dtype, *each, chunk, states_enter) for each in sizes if each]
 
 
-def _encoder_shapes(config: Config) -> list[RelativeShape]:
-    """The attention of the encoder's clips: every rank computes all heads of its own."""
+def _encoder_shapes(config: Config) -> Sequence[Any]:
+    """Shapes of the front end's attention."""
     encoder = config.model.encoder
-    if encoder is None:
-        return []
-    longest = -(-encoder.chunk_frames // SUBSAMPLING)
-    return [RelativeShape(config.compute.dtype, encoder.heads, encoder.dim // encoder.heads, longest)]
+    return [] if encoder is None else encoder.kernel_shapes(config.compute.dtype)
 
 
 def _not_for_windows(config: Config, name: str) -> str | None:
@@ -111,7 +106,7 @@ def kernels_of_run(config: Config, choice: Choice) -> list[dict[str, Kernel]]:
     return [{kernel.name: kernel for kernel in choice.kernels(shape)} for shape in shapes]
 
 
-LARGE_KERNELS: dict[str, Any] = {"expert_rounds": True, "subsampling": 1024}
+LARGE_KERNELS: dict[str, Any] = {"expert_rounds": True, "front_end": 1024}
 """Block sizes on GPUs, which take few large products in place of loops over small ones. The kernels are XLA's
 and need no admission."""
 

@@ -139,15 +139,6 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     return nnx.traversals.unflatten_mapping({path: is_trained(path) for path in paths})
 
 
-def keeps_statistics(is_trained: Tree) -> bool:
-    """Whether the encoder's BatchNorms are frozen, or there is no encoder.
-
-    Frozen ones normalise by their running statistics, which do not change.
-    """
-    encoder = is_trained.get("encoder")
-    return encoder is None or not any(jax.tree.leaves(encoder["blocks"]["conv"]["norm"]))
-
-
 def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:
     """Whether the module's routers are frozen, or it has none: experts' correction biases do not change."""
     mixers = (stack["mixer"] for stack in is_trained[module]["layers"].values())

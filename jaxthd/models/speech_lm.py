@@ -20,7 +20,6 @@ from jaxtyping import Bool, Float, Int32
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
 from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
-from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mtp import MultiTokenPrediction
@@ -106,7 +105,7 @@ class SpeechLM(nnx.Module):
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
-        self.encoder = FastConformer(config.encoder, everywhere, compute) if config.encoder else None
+        self.encoder = config.encoder.build(everywhere, compute) if config.encoder else None
         self.adapter = (
             Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere, bias=config.adapter_bias)
             if config.encoder
@@ -206,7 +205,8 @@ class SpeechLM(nnx.Module):
             slots_RL = with_future(batch.audio_slots, batch.future_audio_slots)
             # A slot has a token or a frame: the other is looked up nowhere and is 0. A choice between them
             # would keep a mask of every dim for the backward pass.
-            tokens_RL = jnp.where(slots_RL >= 0, _NOWHERE, tokens_RL)
+            if self.config.encoder is not None and not self.config.encoder.adds:
+                tokens_RL = jnp.where(slots_RL >= 0, _NOWHERE, tokens_RL)
             frames_RL1 = jnp.where(slots_RL >= 0, slots_RL, audio_RED.shape[1])[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, frames_RL1, axis=1, mode="fill", fill_value=0)
         x_RLD = self.embed_tokens(tokens_RL.reshape(-1)).reshape(*tokens_RL.shape, -1)
@@ -377,6 +377,7 @@ class SpeechLM(nnx.Module):
             batch.mels.reshape(rows * frames, mels).astype(self.compute.dtype),
             batch.mel_mask.reshape(-1),
             chunks,
+            recording_ids=batch.recording_ids,
             train=train,
             axes=axes,
             row_axes=AUDIO_AXES if axes else (),

@@ -1,9 +1,9 @@
 """The batch: what the loader hands to the step. Every array has a fixed shape; its first dim is rows.
 
 Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis,
-in context-layout order), K depths of multi-token prediction (0: none, and no data), D model dim, A mel frame
-slots of a row over all its audio ranks, M mel bands, E = A / 8 encoder frames, C most split documents of a
-row.
+in context-layout order), K depths of multi-token prediction (0: none, and no data), D model dim, A slots of
+audio frames of a row over all its audio ranks, W numbers of a frame, E outputs of these frames (A / E is the
+front end's unit), C most split documents of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -29,14 +29,13 @@ class Batch(NamedTuple):
     segment_ids: 0 in padding, else the segment's number in the row, from 1, rising along the row. A segment
         is a document, or one of the parts of a document with several answers.
     positions: index of the token in its segment (0 in padding).
-    audio_slots: index into the row's E encoder frames (rank-major: rank * E / ranks + frame in the rank's
-        buffer), or -1 where the embedding is the token's.
-    mels: log-mel features; every encoder chunk starts at a multiple of 8 frames, and may go on in the shares
-        of the next ranks; 0.0 where mel_mask is False.
-    mel_mask: True on valid mel frames.
-    chunk_ids: 0 on unused encoder frames, else the encoder chunk's number in the row, from 1, rising over all
-        ranks.
-    chunk_positions: index of the encoder frame in its chunk (0 where unused).
+    audio_slots: index into the row's E outputs of audio frames (rank-major: rank * E / ranks + output of the
+        rank's frames), or -1 where the embedding is the token's alone.
+    mels: features; every piece of audio starts at a unit of the front end, and may go on in the shares
+        of the next ranks where it is divisible; 0.0 where mel_mask is False.
+    mel_mask: True on valid frames.
+    chunk_ids: 0 on unused outputs, else the piece's number in the row, from 1, rising over all ranks.
+    chunk_positions: index of the output in its piece (0 where unused).
     future_tokens, future_audio_slots: at depth k, tokens and audio_slots of the token k + 1 positions later
         in the same document; -1 where the document has ended.
     future_targets, future_weights: at depth k, targets and weights of that token; 0 where the document has
@@ -65,7 +64,7 @@ class Batch(NamedTuple):
     segment_ids: Int32[Any, "R T"]
     positions: Int32[Any, "R T"]
     audio_slots: Int32[Any, "R T"]
-    mels: Float32[Any, "R A M"]
+    mels: Float32[Any, "R A W"]
     mel_mask: Bool[Any, "R A"]
     chunk_ids: Int32[Any, "R E"]
     chunk_positions: Int32[Any, "R E"]
@@ -79,6 +78,7 @@ class Batch(NamedTuple):
     embeddings: Float[Any, "R T D"] | None = None
     draws: UInt32[Any, "R T"] | None = None
     splits: Int32[Any, "R C"] | None = None
+    recording_ids: Int32[Any, "R E"] | None = None
 
     @property
     def has_audio(self) -> bool:

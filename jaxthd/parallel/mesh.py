@@ -202,6 +202,7 @@ def batch_specs() -> Batch:
         embeddings=tokens,
         draws=tokens,
         splits=PartitionSpec(DATA),
+        recording_ids=audio,
     )
 
 

@@ -21,16 +21,12 @@ from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
 
-_CONFORMER = {"ffn1": "feed-forward", "ffn2": "feed-forward", "attention": "attention", "conv": "convolution"}
 _ORDER = (
     "embedding",
     "blocks",
     "RMSNorms",
     "head",
     "MTP",
-    "subsampling",
-    *_CONFORMER.values(),
-    "LayerNorms",
 )
 
 Path = tuple[Any, ...]
@@ -95,11 +91,8 @@ def _group(path: Path, config: Config) -> tuple[str, str, int, float]:
             return "LLM", "embedding", 1, 1.0 if llm.tied_embedding else 1 / llm.vocab_size
         case ("decoder", *_):
             return "LLM", "RMSNorms", len(llm.letters) + 1, 1.0
-        case ("encoder", "blocks", str(name), *_):
-            label = _CONFORMER.get(name, "LayerNorms" if name.startswith("norm") else name)
-            return "encoder", label, encoder.layers if encoder else 0, 1.0
-        case ("encoder", str(name), *_):
-            return "encoder", name, 1, 1.0
+        case ("encoder", *below) if encoder is not None:
+            return "encoder", *encoder.parameters([str(name) for name in below]), 1.0
         case _:
             return ("adapter" if path[0] == "adapter" else "LLM"), str(path[0]), 1, 1.0
 

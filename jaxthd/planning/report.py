@@ -8,7 +8,6 @@ import numpy as np
 
 from jaxthd.kernels.choose import attention_shapes
 from jaxthd.ops.attention.cudnn import WORKSPACE_MOST, workspace
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
 from jaxthd.planning.search import Plan, audio_mean, percentiles
 from jaxthd.planning.simulate import COSTS, Outcome, balance
@@ -66,11 +65,12 @@ def _capacities(plan: Plan) -> str:
 
 
 def _work(plan: Plan) -> str:
-    slot, frame = plan.work
+    (slot, frame), front_end = plan.work, plan.recommended.config.model.encoder
+    frames, outputs = front_end.unit if front_end else (1, 1)
     return (
         "  Overhead is work on padding over work on documents. The work of a slot is the number of\n"
-        f"  parameters it meets: {slot:,.0f} for a token slot, {SUBSAMPLING * frame:,.0f} for an encoder\n"
-        "  frame (eight mel frames)."
+        f"  parameters it meets: {slot:,.0f} for a token slot, {frames / outputs * frame:,.0f} for an\n"
+        f"  output of the encoder ({frames / outputs:g} audio frames)."
     )
 
 

@@ -11,7 +11,6 @@ from jaxtyping import Int
 from jaxthd.config import Config, DataConfig, Packing
 from jaxthd.data.best_fit import pack_stream
 from jaxthd.packing.assignment import Placement, Shares
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.layout import ContextLayout, attention_work, imbalance, order_documents
 from jaxthd.packing.waiting import next_row
@@ -76,6 +75,7 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
             max_documents=data.max_documents,
             packing=data.packing,
             packing_bins=data.packing_bins,
+            unit_frames=limits.unit[0],
         )
     )
     if len(groups) > 1:
@@ -173,19 +173,20 @@ def pack_lengths(
     max_documents: int,
     packing: Packing,
     packing_bins: int,
+    unit_frames: int = 1,
 ) -> Iterator[list[list[int]]]:
     """Fills buffers as the packers do; yields groups of buffers, each a list of indices of documents.
 
-    slots, frames: token slots and mel frames (a multiple of 8) that each document takes; each must fit a
-        buffer. The other arguments are those of PackDocuments, which also shuffles the buffers of a group.
-    A group of packing_bins buffers is yielded when a document fits none of them; the last group may be
-    smaller. Best-fit decreasing yields windows. "padded" puts one document in each buffer. It takes about
-    2 us a document at 8 bins.
+    slots, frames: token slots and audio frames (whole units, of unit_frames each) that each document takes;
+        each must fit a buffer. The other arguments are those of PackDocuments, which also shuffles the
+    buffers of a group. A group of packing_bins buffers is yielded when a document fits none of them; the last
+    group may be smaller. Best-fit decreasing yields windows. "padded" puts one document in each buffer. It
+    takes about 2 us a document at 8 bins.
     Source: the algorithms of grain.experimental.FirstFitPackIterDataset and BestFitPackIterDataset.
     """
     if packing == "best_fit_decreasing":
-        sizes = [(n, f // SUBSAMPLING, 1) for n, f in zip(slots, frames, strict=True)]
-        yield from pack_stream(sizes, (capacity, audio_capacity // SUBSAMPLING, max_documents), packing_bins)
+        sizes = [(n, f // unit_frames, 1) for n, f in zip(slots, frames, strict=True)]
+        yield from pack_stream(sizes, (capacity, audio_capacity // unit_frames, max_documents), packing_bins)
         return
     most = 1 if packing == "padded" else max_documents
     bins = 1 if packing == "padded" else packing_bins
@@ -197,8 +198,8 @@ def pack_lengths(
             for b, (tokens, audio) in enumerate(used)
             if tokens + n <= capacity and audio + f <= audio_capacity and len(group[b]) < most
         )
-        if packing == "best_fit":  # fullest in tokens and encoder frames together; first of equals
-            chosen = max(fitting, key=lambda b: used[b][0] + used[b][1] // SUBSAMPLING, default=None)
+        if packing == "best_fit":  # fullest in tokens and units of audio together; first of equals
+            chosen = max(fitting, key=lambda b: used[b][0] + used[b][1] // unit_frames, default=None)
         else:
             chosen = next(fitting, None)
         if chosen is None:
@@ -239,11 +240,11 @@ def fits_of(stream: Lengths, config: Config) -> list[Fit]:
     """The fit of each document, from its lengths alone."""
     slots, shares = slots_of(stream, config), Shares.of(config)
 
-    def fit(slots: int, tokens: int, chunks: Sequence[int]) -> Fit:
+    def fit(slots: int, tokens: int, pieces: Sequence[int]) -> Fit:
         """The demand of a document, and why no rank can hold it where that is so."""
-        found = Fit(slots, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2)
+        found = Fit(slots, 1, tuple(pieces), "", "", tokens * (tokens + 1) // 2)
         if shares is None or shares.fits(found.size):
             return found
         return found._replace(unassignable="longer than a context rank's share")
 
-    return [fit(*sizes) for sizes in zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True)]
+    return [fit(*sizes) for sizes in zip(slots.tolist(), stream.tokens.tolist(), stream.pieces, strict=True)]

@@ -6,8 +6,7 @@ import jax
 
 from jaxthd.config import Config
 from jaxthd.config.block import letters_and_titles
-from jaxthd.config.findings import Finding, divisors, multiples
-from jaxthd.data.audio.features import mel_filterbank
+from jaxthd.config.findings import Finding, divisors
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.models.adapt import trained
 from jaxthd.ops.attention import contract, te
@@ -15,41 +14,16 @@ from jaxthd.ops.attention.thd import unfit_shape
 from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.pallas_launch import CAPABILITY_LEAST
 from jaxthd.ops.scan.pallas import why_unfit
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.validate.rules import DeviceFacts, shapes_of
 
 # --- the encoder ---
 
 
 def _encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Checks sizes that the encoder divides."""
+    """Checks the front end's settings."""
     encoder = config.model.encoder
-    if encoder is None:
-        return
-    mels, dim, heads, taps = encoder.num_mels, encoder.dim, encoder.heads, encoder.conv_kernel
-    try:
-        mel_filterbank(mels)
-    except ValueError as error:
-        yield Finding(str(error), "bands wide enough for the spectrum", "set model.encoder.num_mels to 128")
-    if mels % SUBSAMPLING:
-        yield Finding(
-            f"model.encoder.num_mels is {mels}",
-            f"a multiple of {SUBSAMPLING}, because three convolutions halve the bands",
-            f"set model.encoder.num_mels to {multiples(mels, SUBSAMPLING)}",
-        )
-    if dim % 2:
-        expected = "an even number, because half of the position encoding are sines, half cosines"
-        yield Finding(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
-    if dim % heads:
-        yield Finding(
-            f"model.encoder.dim is {dim} with {heads} heads",
-            f"a multiple of model.encoder.heads ({heads})",
-            f"set model.encoder.dim to {multiples(dim, heads)}, or change model.encoder.heads",
-        )
-    if taps % 2 == 0:
-        expected = "an odd number, because there are as many taps before a frame as after it"
-        change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"
-        yield Finding(f"model.encoder.conv_kernel is {taps}", expected, change)
+    if encoder is not None:
+        yield from encoder.faults("model.encoder")
 
 
 # --- the decoder ---
