@@ -2,5 +2,6 @@
 (jaxthd/config/front_end.py)."""
 
 from jaxthd.models.front_ends.fastconformer.settings import FastConformer
+from jaxthd.models.front_ends.stacked.settings import Stacked
 
-__all__ = ["FastConformer"]
+__all__ = ["FastConformer", "Stacked"]

@@ -15,8 +15,8 @@ from jaxthd.packing.segments import Segments
 
 @runtime_checkable
 class Encoder(Protocol):
-    """An nnx.Module. keeps_gathered: whether weights that FSDP shards are kept, once gathered, for the backward
-    pass."""
+    """An nnx.Module. keeps_gathered: whether weights that FSDP shards are kept, once gathered, for the
+    backward pass."""
 
     keeps_gathered: bool
 
@@ -33,12 +33,12 @@ class Encoder(Protocol):
     ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
         """Encodes every piece on this rank: (outputs, 0 in padding; the module's buffers after it).
 
-        An output depends only on its own piece; with FrontEnd.divisible "recordings", on its recording. Every rank
-        calls it, with pieces or without.
-        features: in the compute dtype; a piece starts at a unit. mask: True on valid frames; others may hold any
-        values. pieces: the outputs' pieces as documents. recording_ids: Batch.recording_ids.
-        axes: of the mesh, over which pieces are sharded; () on one device. row_axes: those of them whose ranks
-        share a row; there pieces may go on in the next rank's frames if FrontEnd.divisible is "frames".
+        An output depends only on its own piece; with FrontEnd.divisible "recordings", on its recording. Every
+        rank calls it, with pieces or without.
+        features: in the compute dtype; a piece starts at a unit. mask: True on valid frames; others may hold
+        any values. pieces: the outputs' pieces as documents. recording_ids: Batch.recording_ids.
+        axes: of the mesh, over which pieces are sharded; () on one device. row_axes: those of them whose
+        ranks share a row; there pieces may go on in the next rank's frames if FrontEnd.divisible is "frames".
         The buffers are those of nnx.to_pure_dict(nnx.state(self, Buffer)).
         """
         ...

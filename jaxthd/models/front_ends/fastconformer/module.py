@@ -20,28 +20,17 @@ from jaxthd.config import ComputeConfig
 from jaxthd.models.front_ends.fastconformer.attention import Clips, RelativeAttention, frequencies
 from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING, FastConformer
 from jaxthd.models.front_ends.fastconformer.subsampling import Subsampling
-from jaxthd.models.layers import Linear
+from jaxthd.models.layers import LayerNorm, Linear
 from jaxthd.ops.activations import glu, silu
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, extended, make_neighbours
-from jaxthd.ops.norms import layer_norm, scaled_deviations, squared_deviations
+from jaxthd.ops.norms import scaled_deviations, squared_deviations
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Buffer, Init, applied, scan_stack, stack
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + 1e-5) * weight + bias, over the last dim, in promote(float32, x)."""
-
-    def __init__(self, dim: int, init: Init) -> None:
-        self.weight, self.bias = init.ones((dim,)), init.zeros((dim,))
-
-    def __call__(self, x_ED: Float[Array, "E D"]) -> Float[Array, "E D"]:
-        normed: Array = layer_norm(_EPS, x_ED, self.weight[...], self.bias[...])
-        return normed
 
 
 class BatchNorm(nnx.Module):
