@@ -94,7 +94,7 @@ class StackedEncoder(nnx.Module):
         self.projection = Linear(config.stack * config.num_mels, config.dim, init)
         self.input_norm, self.final_norm = LayerNorm(config.dim, init), LayerNorm(config.dim, init)
         self.blocks = stack(lambda init: _Block(config, init), init, config.layers)
-        self.stack, self.longest = config.stack, config.units(config.longest)
+        self.longest = config.units(config.longest)
         self.remat, self.unroll = compute.remat, compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1
 

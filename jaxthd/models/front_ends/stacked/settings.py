@@ -102,10 +102,10 @@ class Stacked(FrontEnd):
         rotated = int(self.head_dim * self.rope_fraction)
         if rotated % 2 or not 0 < rotated <= self.head_dim or self.rope_theta <= 1:
             yield Finding(
-                f"{where}.rope_fraction is {self.rope_fraction}, which is {rotated} of {self.head_dim} features, "
-                f"and rope_theta {self.rope_theta:g}",
-                f"an even number of features from 2 to {self.head_dim}, because pairs are rotated, and a base "
-                "above 1",
+                f"{where}.rope_fraction is {self.rope_fraction}, {rotated} of {self.head_dim} features, and "
+                f"rope_theta {self.rope_theta:g}",
+                f"an even number of features from 2 to {self.head_dim}, because pairs are rotated, and a "
+                "base above 1",
                 f"change {where}.rope_fraction, or set {where}.head_dim to {multiples(self.head_dim, 4)}",
             )
 
