@@ -173,7 +173,7 @@ ATTENTION = {name: "".join(sorted({*"*WL"} & {*read(name).letters})) for name in
         ("deepseek_v3", "E", {"router": Router(scores="softmax")}, "scores: 'softmax'"),
         ("deepseek_v3", "E", {"shared_inner": 100}, "shared_inner is 100"),
         ("deepseek_v3", "-E", {"form": "relu2"}, "form: 'relu2'"),
-        ("deepseek_v3", "L", {"norm_eps": 1e-5}, "norm_eps is 1e-05"),
+        ("deepseek_v3", "L", {"norm_eps": 1e-5}, r"blocks\.L\.norm_eps: 1e-05"),
     ],
 )
 def test_a_model_that_the_format_cannot_hold_is_refused(
