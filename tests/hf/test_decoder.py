@@ -95,6 +95,8 @@ def test_what_gpt_oss_settings_mean():
     assert read("gpt_oss", **dict.fromkeys(absent)) == read("gpt_oss", rope_theta=None) == llm
     other = read("gpt_oss", layer_types=["full_attention"] * 24, swiglu_limit=5.0)
     assert (other.letters, *of_blocks(other, "E.limit")) == ("*E" * 24, 5.0)
+    windows = read("gpt_oss", layer_types=["sliding_attention"] * 24)
+    assert GPT_OSS.read(GPT_OSS.write(windows), LLMConfig()) == windows
 
 
 def test_what_deepseeks_settings_mean():
