@@ -164,6 +164,7 @@ class Decoder:
         """The fields of all kinds of blocks. Raises UserError for settings that the family does not stand
         for, and where kinds of blocks that share a field differ."""
         fields: dict[str, Any] = {}
+        of_others: dict[str, Any] = {}
         for letter, of_kind in self.blocks.items():
             # Libraries want the sizes of attention and MLPs of a model without these, too.
             block = llm.blocks.get(letter, of_kind.form)
@@ -178,17 +179,17 @@ class Decoder:
                 )
                 of_block |= rope_fields(block.rope)
             if letter not in llm.blocks:
-                fields = of_block | fields
+                of_others = of_block | of_others
                 continue
             differing = [x for x in of_block if x in fields and fields[x] != of_block[x]]
-            if differing and any(x in llm.blocks for x in self.blocks if x != letter):
+            if differing:
                 raise UserError(
                     f"{self.title} has one {differing[0]} for all kinds of blocks, and model.llm.blocks "
                     f"{fields[differing[0]]!r} and {of_block[differing[0]]!r}; expected one value: choose "
                     "another format"
                 )
             fields |= of_block
-        return fields
+        return of_others | fields
 
     def _fixed(self, letter: str, block: Block, of_kind: "BlockFields") -> Iterator[tuple[str, Any]]:
         """(path in LLMConfig, value that the family stands for) of a block's settings that no field holds."""

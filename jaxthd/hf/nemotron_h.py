@@ -89,6 +89,7 @@ class NemotronH(Decoder):
             "expand": max(1, mamba.inner // llm.dim),
             # The library's scan on CPUs clamps time steps to this and ignores time_step_limit.
             "time_step_min": max(mamba.dt_limit[0], 1e-30),
+            **({} if "E" in llm.blocks else {"moe_latent_size": None}),
             **(mtp if llm.mtp_pattern else {}),
         }
 

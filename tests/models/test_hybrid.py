@@ -1,6 +1,7 @@
 """Mixers and decoder: packed equals each document alone, on every context size, by ring and by all-gather."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -8,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 
 from jaxthd.config import BlockSizes, ComputeConfig, LLMConfig
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
@@ -30,14 +30,13 @@ LLM = LLMConfig(
         "E": MoE(experts=5, experts_per_token=2, inner=7, shared_inner=9, router=Router(scale=2.5)),
     },
 )
-LATENT = {"latent_dim": 10, "experts_per_token": 3}
+LATENT = LLM.with_settings("E", latent=10, experts_per_token=3)
 PADDING = 30.0
 """Size of values in padding, against 1 in documents, so that a leak shows."""
 
 
-def settings(exchange: str, **llm: Any) -> tuple[LLMConfig, ComputeConfig]:
-    """(the decoder's config, how it is computed)."""
-    return LLMConfig(**(vars(LLM) | llm)), ComputeConfig(
+def computing(exchange: str) -> ComputeConfig:
+    return ComputeConfig(
         context_exchange=exchange,  # type: ignore[arg-type]
         block_sizes=BlockSizes(scan=6, attention=8, experts=4),
     )
@@ -46,14 +45,11 @@ def settings(exchange: str, **llm: Any) -> tuple[LLMConfig, ComputeConfig]:
 @functools.cache
 def models(exchange: str) -> dict[str, tuple[nnx.GraphDef, Any, Any]]:
     """Name -> (structure, parameters, buffers) of every mixer and of a decoder with all of them."""
-    (llm, compute), (latent, _) = settings(exchange), settings(exchange, **LATENT)
+    compute = computing(exchange)
     makers = {
-        "M": lambda init: Mamba2(llm, init, compute),
-        "*": lambda init: Attention(llm, init, compute),
-        "-": lambda init: MLP(llm, init, compute),
-        "E": lambda init: MoE(llm, init, compute),
-        "E latent": lambda init: MoE(latent, init, compute),
-        "ME*-M": lambda init: HybridDecoder(llm, init, compute),
+        **{x: lambda init, x=x: LLM.blocks[x].build(LLM, init, compute) for x in "M*-E"},
+        "E latent": lambda init: LATENT.blocks["E"].build(LATENT, init, compute),
+        "ME*-M": lambda init: HybridDecoder(LLM, init, compute),
     }
     made = {}
     for seed, (name, make) in enumerate(makers.items()):
@@ -232,7 +228,7 @@ def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
     """Compared with applying block after block by hand; outputs and gradients, float64."""
     pattern = "*-*----"
     assert repeated_units(pattern) == [("*-", 2), ("-", 3)]
-    llm, compute = settings("ring", pattern=pattern)
+    llm, compute = replace(LLM, pattern=pattern), computing("ring")
     init = Init(jax.random.key(0))
     abstract = nnx.eval_shape(lambda: HybridDecoder(llm, init, compute))
     graph, params, _ = random_state(abstract)
@@ -265,6 +261,6 @@ def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
 
 
 def test_an_unknown_letter_is_refused():
-    llm, compute = settings("ring", pattern="MX")
+    llm, compute = replace(LLM, pattern="MX"), computing("ring")
     with pytest.raises(ValueError, match=r"'X' in model\.llm\.pattern"):
         nnx.eval_shape(lambda: HybridDecoder(llm, Init(jax.random.key(0)), compute))

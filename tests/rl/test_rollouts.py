@@ -34,7 +34,7 @@ from jaxthd.rl.rollouts import Rollout, Rollouts
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import state_shardings
-from tests.meshes.models import GPT_OSS
+from tests.meshes.models import gpt_oss
 from tests.weights import random_state
 
 NEW, GROUP, VOCAB, ALONE = 16, 3, 264, 160
@@ -218,7 +218,7 @@ def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
     """With sinks and a rotary embedding; answers of a group share their prompt's keys, and are longer than a
     window.
     """
-    llm = replace(CONFIG.model.llm, **GPT_OSS | {"pattern": "W*E"})
+    llm = gpt_oss(CONFIG.model.llm, "W*E")
     assert llm.window < NEW
     monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, model=replace(CONFIG.model, llm=llm)))
     cached = weights, engine
