@@ -9,11 +9,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
-from jaxthd.models.mixers import MoE
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.files.run_folder import write_config
+from jaxthd.models.blocks import MoEMixer
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
@@ -168,20 +168,21 @@ def top_k_margins() -> Iterator[list[float]]:
     """Yields a list to which every run of an MoE layer in programs traced inside appends its smallest top-k
     margin: the least gap, over real tokens, between the biased scores of the last chosen and the first other
     expert."""
-    original, margins = MoE._experts, []
+    original, margins = MoEMixer._experts, []
 
-    def experts(self: MoE, x: Any, routed: Any) -> Any:
+    def experts(self: MoEMixer, x: Any, routed: Any) -> Any:
+        assert self.correction_bias is not None
         scores = jax.nn.sigmoid(self.router(x)) + self.correction_bias[...]
         ranked = -jnp.sort(-scores, axis=-1)
         gap = ranked[:, self.per_token - 1] - ranked[:, self.per_token]
         jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(routed, gap, jnp.inf).min())
         return original(self, x, routed)
 
-    MoE._experts = experts  # type: ignore[method-assign, assignment]
+    MoEMixer._experts = experts  # type: ignore[method-assign, assignment]
     try:
         yield margins
     finally:
-        MoE._experts = original  # type: ignore[method-assign]
+        MoEMixer._experts = original  # type: ignore[method-assign]
 
 
 def assert_same(got: Any, want: Any, tolerance: float) -> None:

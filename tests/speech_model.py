@@ -27,7 +27,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.meshes.batches import even_placement
-from tests.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from tests.meshes.models import deepseek, gpt_oss, qwen3, qwen3_next
 from tests.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
@@ -56,13 +56,13 @@ MODEL = ModelConfig(
 COMPUTE = ComputeConfig(block_sizes=BlockSizes(scan=6, attention=8, loss=16, vocabulary=20, experts=8))
 
 
-QWEN = replace(MODEL, llm=replace(MODEL.llm, **QWEN3))
+QWEN = replace(MODEL, llm=qwen3(MODEL.llm))
 """The same with the blocks of Qwen3."""
-NEXT = replace(MODEL, llm=replace(MODEL.llm, **QWEN3_NEXT))
+NEXT = replace(MODEL, llm=qwen3_next(MODEL.llm))
 """The same with the blocks of Qwen3-Next."""
-GPT = replace(MODEL, llm=replace(MODEL.llm, **GPT_OSS))
+GPT = replace(MODEL, llm=gpt_oss(MODEL.llm))
 """The same with the blocks of GPT-OSS."""
-DEEPSEEK_V3 = replace(MODEL, llm=replace(MODEL.llm, **DEEPSEEK))
+DEEPSEEK_V3 = replace(MODEL, llm=deepseek(MODEL.llm))
 """The same with the blocks of DeepSeek-V3."""
 
 
