@@ -120,7 +120,7 @@ def passed_bytes(kind: str, llm: LLMConfig, context: int, compute: ComputeConfig
     """Bytes that a rank receives in such a layer, which passes states, for one row, as the planner says."""
     mesh, data = MeshConfig(context=context), DataConfig(rows=1)
     return layouts.passed_bytes(
-        Config(model=ModelConfig(None, llm), data=data, compute=compute, mesh=mesh), kind
+        Config(model=ModelConfig(None, llm), data=data, compute=compute, mesh=mesh), llm.blocks[kind]
     )
 
 

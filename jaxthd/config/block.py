@@ -158,6 +158,10 @@ class Blocks(dict[str, Block]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
+    def __reduce__(self) -> tuple[type["Blocks"], tuple[dict[str, Block]]]:
+        """Copies and pickles are made at once: those of a dict set its items."""
+        return Blocks, (dict(self),)
+
     def __setitem__(self, letter: str, block: Block) -> NoReturn:
         raise TypeError("settings cannot be changed; expected dataclasses.replace: make new ones")
 

@@ -33,7 +33,7 @@ MODEL = ModelConfig(
         },
     ),
 )
-MLP = ("decoder.layers.mlp.*",)
+MLPS = ("decoder.layers.mlp.*",)
 
 
 def rounded(x: np.ndarray, summed: int, dtype: Any) -> np.ndarray:
@@ -102,7 +102,7 @@ def test_projections_that_match_are_computed_in_8_bits():
     # The up and down projections: one product forward, and one for each gradient.
     e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
     each = {f"{e4m3}-{e4m3}": 1, f"{e5m2}-{e4m3}": 1, f"{e4m3}-{e5m2}": 1}
-    assert of_step(config(*MLP)) == Counter({types: 2 * n for types, n in each.items()})
+    assert of_step(config(*MLPS)) == Counter({types: 2 * n for types, n in each.items()})
     assert of_step(config("*.mixer.q", "*.mixer.k")) == Counter({types: 2 * n for types, n in each.items()})
 
 
@@ -116,7 +116,7 @@ def test_gradients_are_near_those_of_the_plain_model(sizes: MeshConfig):
         put_batch(batch_of([5, 20, 11, 1, 17], sizes.context), mesh),
     )
     results = []
-    for config in (plain, replace(plain, compute=ComputeConfig(fp8=MLP))):
+    for config in (plain, replace(plain, compute=ComputeConfig(fp8=MLPS))):
         results.append(
             jax.jit(loss_and_gradient(Blueprint(config), mesh))(state.params, state.buffers, batch)
         )

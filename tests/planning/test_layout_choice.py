@@ -107,7 +107,7 @@ def test_a_config_that_cannot_work_is_left_to_the_validator(
 def test_a_layout_that_the_validator_refuses_is_not_chosen(tmp_path: Path):
     given = config(tmp_path, 3)
     assert with_layout(given, tmp_path).compute.layout == "whole"
-    long = replace(given, model=ModelConfig(None, replace(LLM, mamba_conv=6)))
+    long = replace(given, model=ModelConfig(None, LLM.with_settings("M", conv=6)))
     assert with_layout(long, tmp_path).compute.layout == "buffer"
 
 

@@ -135,7 +135,7 @@ def _flat(tree: Any) -> np.ndarray:
 def test_gradients_in_the_compute_dtype_are_those_in_float32_but_for_rounding():
     """Of the matrices that are cast; all others are the same to the bit. The router, gates and LoRA's
     matrices are used in float32."""
-    llm = replace(MODEL.llm, pattern="ME*-", q_heads=2, attention_gate=True, shared_expert_dim=16)
+    llm = MODEL.llm.with_settings("*", heads=2, gate=True).with_settings("E", shared_inner=16)
     config = Config(
         model=ModelConfig(encoder=None, llm=llm),
         compute=ComputeConfig(dtype="bfloat16"),
