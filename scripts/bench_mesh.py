@@ -204,7 +204,7 @@ def share_of(mesh: MeshConfig, pattern: str) -> Config:
         "M": Mamba2(heads=4, head_dim=8, state=8, groups=2),
         "E": MoE(experts=2 * owners, experts_per_token=2, inner=16, shared_inner=16),
     }
-    llm = replace(llm, blocks={x: block for x, block in usual.items() if x in llm.kinds})
+    llm = dataclasses.replace(llm, blocks={x: block for x, block in usual.items() if x in llm.kinds})
     data = DataConfig(rows=2 * mesh.data, capacity=64 * mesh.context, audio_capacity=0, max_documents=16)
     blocks = BlockSizes(scan=16, attention=32, loss=32, vocabulary=64, experts=8)
     model = ModelConfig(encoder=None, llm=llm)

@@ -130,7 +130,8 @@ def flops(config: Config, batch: Batch) -> Flops:
     given = *map(nnx.to_pure_dict, states), batch
     program = compiled(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)), *given)
     attention, scan = llm.blocks["*"].attention(1), llm.blocks["M"].scan(1)
-    assert attention and scan
+    assert attention
+    assert scan
     # Forward, forward again and backward: 2 + 2 + 5 products of a block's queries and keys.
     block = 9 * 2 * compute.blocks.attention**2 * attention.heads * attention.key_dim
     more_blocks = sum(max(0, blocks - 1) for blocks in executed_blocks(config, batch))
