@@ -54,6 +54,8 @@ from tests.context_costs import (
 )
 
 NANO = LLMConfig(dim=2688, blocks={"M": Mamba2(heads=64, head_dim=64, state=128, groups=8)})
+EXPERT_DIM = 1856
+"""Inner dim of its experts."""
 
 
 def growing_part(at: dict[int, int]) -> float:
@@ -67,8 +69,10 @@ def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: boo
 
     x, B, C and dt are sent (and the gate z where the whole in-projection is), and y comes back.
     """
-    inner = llm.mamba_heads * llm.mamba_head_dim
-    width = (3 if gate else 2) * inner + 2 * llm.mamba_groups * llm.mamba_state + llm.mamba_heads
+    scan = llm.blocks["M"].scan(1)
+    assert scan
+    inner = scan.heads * scan.head_dim
+    width = (3 if gate else 2) * inner + 2 * scan.groups * scan.state + scan.heads
     return 2 * width * activation * (context - 1) / context**2
 
 
@@ -228,7 +232,7 @@ def show_crossover(contexts: Sequence[int], tokens: int = 32768) -> None:
 
 
 def experts_section(tokens: int) -> list[Claim]:
-    dim, inner, block = NANO.dim, NANO.expert_dim, COMPUTE.blocks.experts
+    dim, inner, block = NANO.dim, EXPERT_DIM, COMPUTE.blocks.experts
     rows, claims = [], []
     for per_token in (2, 6):
         cost = partial(expert_flops, per_token=per_token, tokens=tokens, block=block, dim=dim, inner=inner)

@@ -22,6 +22,7 @@ import numpy as np
 from jax import Array
 
 from jaxthd.config import Config
+from jaxthd.models.blocks import MoE
 from jaxthd.ops.attention import pallas
 from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
@@ -312,7 +313,9 @@ def pallas_work(config: Config, batch: Batch) -> Works:
         return made
 
     local = segments(batch.segment_ids, batch.positions).keys.local
-    found = _attention("attention", local.lo, local.hi, llm.q_heads // mesh.tensor, llm.head_dim)
+    sizes = llm.blocks["*"].attention(mesh.tensor)
+    assert sizes
+    found = _attention("attention", local.lo, local.hi, sizes.heads, sizes.key_dim)
     found = {name: work.shared(mesh.context**2) for name, work in found.items()}
     if encoder is not None:
         whole = segments(batch.chunk_ids, batch.chunk_positions).whole
@@ -346,7 +349,9 @@ def _scan(config: Config) -> Works:
     """Two tokens of a scan chunk meet if their tiles do."""
     llm, chunk = config.model.llm, config.compute.blocks.scan
     tile = min(TILE, chunk)
-    heads, inner, state = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim, llm.mamba_state
+    sizes = llm.blocks["M"].scan(1)
+    assert sizes
+    heads, inner, state = sizes.heads, sizes.heads * sizes.head_dim, sizes.state
     rows = max(1, config.data.rows // config.mesh.data // config.train.microbatches)
     tokens = rows * config.data.capacity // config.mesh.context
     pairs, of_states = tokens * (chunk + tile) / 2, 2.0 * tokens * inner * state
@@ -356,8 +361,8 @@ def _scan(config: Config) -> Works:
         "states_kernel": of_states,
         "outputs_kernel": of_states + of_heads + heads * of_groups + 3 * decays,
         "inputs_grad_kernel": of_states + of_heads + heads * of_groups + 3 * decays,
-        "scores_grad_kernel": of_heads + llm.mamba_groups * of_groups + 5 * decays,
-        "shared_grad_kernel": of_states + llm.mamba_groups * of_groups,
+        "scores_grad_kernel": of_heads + sizes.groups * of_groups + 5 * decays,
+        "shared_grad_kernel": of_states + sizes.groups * of_groups,
     }
     return {("Mamba2", name): Work(flops) for name, flops in kernels.items()}
 
@@ -369,11 +374,11 @@ PARTS = (
     ("models/fastconformer.py", "ConvModule", "encoder convolution"),
     ("models/fastconformer.py", "FeedForward", "encoder MLP"),
     ("models/fastconformer.py", "", "encoder"),
-    ("models/mixers/moe.py", "", "experts"),
-    ("models/mixers/mamba2.py", "", "Mamba2"),
-    ("models/mixers/mlp.py", "", "MLP"),
-    ("models/mixers/attention.py", "", "attention"),
-    ("models/mixers/", "", "other mixers"),
+    ("models/blocks/moe.py", "", "experts"),
+    ("models/blocks/mamba2.py", "", "Mamba2"),
+    ("models/blocks/mlp.py", "", "MLP"),
+    ("models/blocks/attention.py", "", "attention"),
+    ("models/blocks/", "", "other mixers"),
     ("models/hybrid.py", "", "decoder"),
     ("models/mtp.py", "", "multi-token prediction"),
     ("ops/cross_entropy.py", "", "head"),
@@ -604,11 +609,13 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
         return float(np.diff(np.asarray(intervals.blocks)).mean())
 
     supervised = float((np.asarray(batch.weights) > 0).sum())
-    assigned = float((np.asarray(batch.segment_ids) > 0).sum()) * llm.experts_per_token
+    experts = llm.blocks.get("E", MoE())
+    assert isinstance(experts, MoE)
+    assigned = float((np.asarray(batch.segment_ids) > 0).sum()) * experts.experts_per_token
     found = {
         "attention": of_blocks(segments(batch.segment_ids, batch.positions).keys.local),
         "head": -(-supervised // (config.mesh.context * compute.blocks.loss)),
-        "experts": assigned / compute.blocks.experts + llm.experts / 2,
+        "experts": assigned / compute.blocks.experts + experts.experts / 2,
     }
     if compute.blocks.expert_rounds:
         found["experts"] = 1.0

@@ -20,7 +20,7 @@ from jaxthd.config import (
 from jaxthd.config.compute import SMALL_BLOCKS
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.choose import using
-from jaxthd.models.blocks import MLP, Attention, Mamba2
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -87,13 +87,11 @@ MIXTURE = replace(
     HYBRID,
     pattern="ME*E",
     dim=2688,
-    kv_heads=2,
-    mamba_heads=64,
-    experts=128,
-    experts_per_token=6,
-    expert_dim=1856,
-    shared_expert_dim=3712,
-    router_scale=2.5,
+    blocks={
+        "*": Attention(heads=32, kv_heads=2, head_dim=128),
+        "M": Mamba2(heads=64, head_dim=64, state=128, groups=8),
+        "E": MoE(experts=128, experts_per_token=6, inner=1856, shared_inner=3712, router=Router(scale=2.5)),
+    },
 )
 """Nemotron-3 Nano's layers and experts, at a depth whose state one GPU holds."""
 MODELS = {
@@ -155,12 +153,14 @@ def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> f
     """Of attention's scores and values over allowed pairs only, in decoder and encoder, and of Mamba2's
     states, as a recurrence would compute them; forward and backward."""
     llm, encoder = config.model.llm, config.model.audio_encoder
-    pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents) * llm.letters.count("*")
+    pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents)
+    seen = [llm.blocks[x].attention(1) for x in llm.letters]
+    width = sum(x.heads * x.key_dim for x in seen if x)
     chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]
     attended = sum(n * n for n in chunks) * encoder.layers
-    state = 2 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
-    scanned = llm.letters.count("M") * sum(map(len, documents)) * state
-    return 6 * (2 * pairs * llm.q_heads * llm.head_dim + 2 * attended * encoder.dim + scanned)
+    scans = [llm.blocks[x].scan(1) for x in llm.letters]
+    scanned = sum(map(len, documents)) * sum(2 * x.heads * x.head_dim * x.state for x in scans if x)
+    return 6 * (2 * pairs * width + 2 * attended * encoder.dim + scanned)
 
 
 def report_of(documents: list[Document], config: Config) -> BatchReport:
