@@ -27,7 +27,7 @@ MAMBA = Mamba2(heads=6, head_dim=32, state=16, groups=2)
 RELU_MLP, GATED_MLP = MLP(inner=192), MLP(inner=192, form="swiglu")
 EXPERTS = MoE(experts=6, experts_per_token=2, inner=48, shared_inner=48)
 FAMILIES: dict[str, LLMConfig] = {
-    "nemotron_h": LLMConfig("M-M*-", {"M": MAMBA, "*": ATTENTION, "-": RELU_MLP}),
+    "nemotron_h": LLMConfig("M-M*-", blocks={"M": MAMBA, "*": ATTENTION, "-": RELU_MLP}),
     "nemotron3": LLMConfig(
         "ME*E", {"M": MAMBA, "*": ATTENTION, "E": replace(EXPERTS, router=Router(scale=2.5))}
     ),

@@ -21,6 +21,7 @@ here), or from schedules. --check exits 1 and lists the claims that fail:
 Compile times are printed, never checked.
 """
 
+from dataclasses import replace
 import re
 import sys
 from collections.abc import Sequence
@@ -204,7 +205,7 @@ def share_of(mesh: MeshConfig, pattern: str) -> Config:
         "M": Mamba2(heads=4, head_dim=8, state=8, groups=2),
         "E": MoE(experts=2 * owners, experts_per_token=2, inner=16, shared_inner=16),
     }
-    llm = dataclasses.replace(llm, blocks={x: block for x, block in usual.items() if x in llm.kinds})
+    llm = replace(llm, blocks={x: block for x, block in usual.items() if x in llm.kinds})
     data = DataConfig(rows=2 * mesh.data, capacity=64 * mesh.context, audio_capacity=0, max_documents=16)
     blocks = BlockSizes(scan=16, attention=32, loss=32, vocabulary=64, experts=8)
     model = ModelConfig(encoder=None, llm=llm)

@@ -55,6 +55,8 @@ def __getattr__(name: str) -> Any:
     jaxthd/config/removed.py moves."""
     if name == "EncoderConfig":
         return type(default_front_end())
-    if name in ("DeltaConfig", "LatentAttentionConfig"):
-        return dict
+    from jaxthd.config.removed import OLD_GROUPS
+
+    if name in OLD_GROUPS:
+        return OLD_GROUPS[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

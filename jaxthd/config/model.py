@@ -17,10 +17,6 @@ class LLMConfig:
     pattern: str = "M-M*-"
     """One letter per block. A | marks where pipeline stages are divided; without any, they are divided by
     cost."""
-    blocks: dict[str, Block] = field(default_factory=dict)
-    """The settings of each kind of block, by the letter that it has in the patterns. Letters that are used
-    and not given here are M Mamba2, D gated delta rule, * attention, W attention in a window, L latent
-    attention, - MLP, E mixture of experts, with their default settings."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -39,6 +35,11 @@ class LLMConfig:
     """Depths of multi-token prediction: depth k predicts the token k positions beyond the next."""
     mtp_shared: bool = True
     """All depths share one set of weights (Nemotron-3); otherwise each depth has its own."""
+
+    blocks: dict[str, Block] = field(default_factory=dict)
+    """The settings of each kind of block, by the letter that it has in the patterns. Letters that are used
+    and not given here are M Mamba2, D gated delta rule, * attention, W attention in a window, L latent
+    attention, - MLP, E mixture of experts, with their default settings."""
 
     def __post_init__(self) -> None:
         """Completes the blocks with those that letters stand for by themselves. Of these, unused ones go: the
@@ -82,7 +83,8 @@ class LLMConfig:
         found = {each.window for each in sizes if each and each.window}
         if len(found) > 1:
             raise ValueError(
-                f"attention has windows of {sorted(found)}; expected one size: give all blocks that"
+                f"attention has windows of {sorted(found)}; expected one size: give all "
+                "blocks with a window the same"
             )
         return next(iter(found), None)
 

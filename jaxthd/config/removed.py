@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, is_dataclass
+from dataclasses import asdict, field, is_dataclass, make_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -14,12 +14,12 @@ from jaxthd.errors import UserError
 
 class Removed(NamedTuple):
     """was: its default, which an old config.json has whether or not it was given. now: what replaced it, for
-    the message. becomes: (value, the fields beside it)
+    the message; or makes it from the fields that replaced it. becomes: (value, the fields beside it)
     -> fields that now say the same; none where nothing can be said any more.
     """
 
     was: Any
-    now: str
+    now: str | Callable[[Mapping[str, Any]], str]
     becomes: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda value, fields: {}
     is_moved: bool = False
 
@@ -124,14 +124,19 @@ def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> R
         known = ("blocks", "pattern", "mtp_pattern")
         model = LLMConfig(**{name: fields[name] for name in known if name in fields})
         blocks = {
-            letter: with_value(model.blocks[letter], names[letter], value)
+            letter: with_value(model.blocks[letter], names[letter], _plain(value))
             for letter in model.kinds
             if letter in names
         }
         return {"blocks": {**model.blocks, **blocks}}
 
-    places = " and ".join(f"model.llm.blocks.{letter}.{new}".rstrip(".") for letter, new in names.items())
-    return Removed(was, f"is {places}", moved, is_moved=True)
+    def now(fields: Mapping[str, Any]) -> str:
+        """The new names in a model with these blocks."""
+        places = {x: f"model.llm.blocks.{x}.{new}".rstrip(".") for x, new in names.items()}
+        used = [place for x, place in places.items() if x in fields.get("blocks", names)]
+        return f"is {' and '.join(used)}" if used else "had no effect"
+
+    return Removed(was, now, moved, is_moved=True)
 
 
 _REMAT = "compute.remat says it of the whole model, and by default keeps what fits (docs/decisions/remat.md)"
@@ -147,6 +152,11 @@ _LATENT_ATTENTION = {
     "norm_eps": 1e-6,
 }
 _DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 32, "conv": 4}
+OLD_GROUPS = {
+    name: make_dataclass(name, [(x, type(y), field(default=y)) for x, y in fields.items()], frozen=True)
+    for name, fields in (("DeltaConfig", _DELTA), ("LatentAttentionConfig", _LATENT_ATTENTION))
+}
+"""Groups of settings that there were, as old config files make them."""
 REMOVED: dict[str, dict[str, Removed]] = {
     "data": {
         "prefetch": Removed(2, "two batches are made ahead where there are data.workers, else none"),
@@ -325,7 +335,7 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
             continue
         present |= old.becomes(value, present)
         if old.is_moved:
-            moved.append(f"{group}.{name} {old.now}")
+            moved.append(f"{group}.{name} {old.now(present) if callable(old.now) else old.now}")
         else:
             notes.append(f"{group}.{name} {value!r} is no setting any more: {old.now}")
     return present, [*notes, *([f"settings of another name: {', '.join(moved)}"] if moved else [])]

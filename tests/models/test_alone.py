@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jaxthd.models.fastconformer import FastConformer
 
 from jaxthd.config import BlockSizes, ComputeConfig, EncoderConfig, LLMConfig
 from jaxthd.config.block import usual_blocks
@@ -28,7 +29,6 @@ from jaxthd.models.blocks import (
     MoEMixer,
     RoutedMixer,
 )
-from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import Block, HybridDecoder
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.packing.document import SUBSAMPLING

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
+from jaxthd.models.fastconformer import FastConformer
 
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.hf.parakeet import encoder_config, encoder_tensors
 from jaxthd.models import encoder_attention
-from jaxthd.models.fastconformer import FastConformer
 from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
