@@ -36,7 +36,6 @@ from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.models.blocks import Mamba2
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import encoder_frames
 from jaxthd.packing.layout import attention_work, imbalance
 from jaxthd.planning.program import compiled
 from scripts.benchmark import Claim, benchmark, conclude, show
@@ -82,7 +81,7 @@ def token_lengths(manifest: str) -> list[int]:
         return np.random.default_rng(0).lognormal(math.log(300), 1.2, 1000).astype(int).clip(1).tolist()
     utterances, _ = open_source(SourceSetting(str(manifest))).read(DataConfig())
     timed = [(u.text, u.duration) for u in utterances if u.duration is not None]
-    return [encoder_frames(round(100 * seconds)) + len(text.encode()) + 1 for text, seconds in timed]
+    return [-(-(round(100 * seconds)) // 8) + len(text.encode()) + 1 for text, seconds in timed]
 
 
 def ragged_dot_flops(experts: int, rows: int, dim: int, inner: int) -> float:

@@ -21,10 +21,10 @@ here), or from schedules. --check exits 1 and lists the claims that fail:
 Compile times are printed, never checked.
 """
 
-from dataclasses import replace
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path

@@ -33,6 +33,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxthd.models.front_ends import FastConformer
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import grain
@@ -47,8 +49,9 @@ from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.models.blocks import MLP, Attention, Mamba2
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.packing.batch import Batch, concatenate_rows, with_rows
-from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.run.startup import keep_freed_memory
 from jaxthd.steps.blueprint import Blueprint
@@ -153,7 +156,7 @@ def packed_batches(documents: Sequence[Document], wanted: int, num_mels: int) ->
         capacity=multiple(max(1.01 * sum(tokens) / buffers, *tokens), STEP),
         audio_capacity=multiple(max(1.05 * sum(frames) / buffers, *frames), SUBSAMPLING),
         max_documents=len(documents),
-        num_mels=num_mels,
+        front_end=FastConformer(num_mels=num_mels),
         packing="best_fit",
         packing_bins=2 * buffers,
     )
@@ -189,7 +192,7 @@ def padded_batches(
             capacity=rung(group),
             audio_capacity=frames[rung(group)],
             max_documents=1,
-            num_mels=num_mels,
+            front_end=FastConformer(num_mels=num_mels),
             packing="padded",
         )
         filled = [pack.row([d]).batch for d in group] + [pack.row([]).batch] * (rows - len(group))

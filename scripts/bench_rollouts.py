@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from jaxthd.config import Config, RolloutConfig
-from jaxthd.data.audio.features import SAMPLE_RATE
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.example import Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.config_file import load_config
 from jaxthd.inference.generator import Generator
-from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
+from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.rl.rollouts import TOKENS_AT_ONCE, Rollouts
 from jaxthd.run.startup import simulate_devices

@@ -38,6 +38,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from scripts.gpu_models import clip_of
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import jax
@@ -296,10 +298,10 @@ def models(tiny: bool) -> None:
 
 def whole(documents: list[Document]) -> Document:
     """All of their audio and text as one document."""
-    chunks = [chunk for document in documents for chunk in document.chunks]
+    chunks = [chunk for document in documents for piece in document.pieces]
     text = sum(int(document.supervised.sum()) for document in documents)
     tokens = [3, *np.random.default_rng(1).integers(4, 260, text).tolist()]
-    return Document.splice("whole", tokens, [False] + [True] * text, [chunks], 3)
+    return Document.splice("whole", tokens, [False] + [True] * text, [clip_of(chunks)], 3)
 
 
 def dense(tiny: bool) -> None:

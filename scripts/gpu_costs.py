@@ -23,11 +23,11 @@ from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.blocks import MoE
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.ops.attention import pallas
 from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.segments import Segments, make_segments
 from scripts.gpu_program import Computation, Frame, Instruction, Operand, Program, Shape

@@ -21,9 +21,11 @@ from jaxthd.config.compute import SMALL_BLOCKS
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.choose import using
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
+from scripts.gpu_models import clip_of
 
 ONE_BILLION = ModelConfig(
     encoder=EncoderConfig(layers=17, dim=512, heads=8, ffn_dim=2048, subsampling_channels=256),
@@ -53,7 +55,7 @@ TINY = ModelConfig(
     adapter_dim=32,
 )
 ENCODER = EncoderConfig(
-    num_mels=128,
+    front_end=FastConformer(num_mels=128),
     layers=24,
     dim=1024,
     heads=8,
@@ -124,7 +126,7 @@ def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed:
             size = (min(per_chunk, frames - start), model.audio_encoder.num_mels)
             chunks.append(rng.standard_normal(size, np.float32))
         tokens = [3, *rng.integers(4, min(model.llm.vocab_size, 260), text).tolist()]
-        document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [chunks], 3)
+        document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [clip_of(chunks)], 3)
         slots -= len(document)
         if slots < 0:
             return documents
@@ -144,7 +146,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
         "audio_capacity": frames,
         "max_documents": max(map(len, groups)),
     }
-    rows = [pack_row(group, **sizes, num_mels=model.audio_encoder.num_mels)[0] for group in groups]
+    rows = [pack_row(group, **sizes, front_end=model.audio_encoder)[0] for group in groups]
     batch = jax.tree.map(lambda *x: np.concatenate(x), *rows)
     return batch, DataConfig(rows=len(groups), workers=0, **sizes)
 
@@ -156,7 +158,7 @@ def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> f
     pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents)
     seen = [llm.blocks[x].attention(1) for x in llm.letters]
     width = sum(x.heads * x.key_dim for x in seen if x)
-    chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.chunks]
+    chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.pieces]
     attended = sum(n * n for n in chunks) * encoder.layers
     scans = [llm.blocks[x].scan(1) for x in llm.letters]
     scanned = sum(map(len, documents)) * sum(2 * x.heads * x.head_dim * x.state for x in scans if x)

@@ -161,7 +161,7 @@ def buffers(lengths: Sequence[int], capacity: int, count: int) -> list[list[Docu
 
     Each buffer's documents are in order of arrival.
     """
-    pack = PackDocuments(capacity=capacity, audio_capacity=8, max_documents=capacity, num_mels=1)
+    pack = PackDocuments(capacity=capacity, audio_capacity=8, max_documents=capacity)
     fitting = [n for n in lengths if n <= capacity]
     times = math.ceil((pack.packing_bins + count) * capacity / sum(fitting))
     stream = np.random.default_rng(0).permutation(np.tile(fitting, times))

@@ -14,9 +14,10 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.files.run_folder import write_config
 from jaxthd.models.blocks import MoEMixer
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import AudioPiece, Document
 from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
@@ -53,6 +54,11 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
 
 
+def clip_of(chunks: Sequence[np.ndarray]) -> list[AudioPiece]:
+    """A recording whose encoder chunks have these features: a token for each eight frames."""
+    return [AudioPiece(x, 0, -(-len(x) // 8), begins=not number) for number, x in enumerate(chunks)]
+
+
 def batch_of(lengths: Sequence[int], context: int) -> Batch:
     """A row of documents with those numbers of text tokens, all supervised. Every other document begins with
     a clip of as many encoder frames; 16 mel bands.
@@ -63,8 +69,13 @@ def batch_of(lengths: Sequence[int], context: int) -> Batch:
         clips = [[rng.normal(size=(8 * n, 16)).astype(np.float32)]] if i % 2 == 0 else []
         tokens = [*[3] * len(clips), *rng.integers(4, 260, n).tolist()]
         supervised = [False] * len(clips) + [True] * n
-        documents.append(Document.splice(str(i), tokens, supervised, clips, 3))
-    sizes: dict[str, Any] = {"capacity": 128, "audio_capacity": 512, "num_mels": 16, "max_documents": 8}
+        documents.append(Document.splice(str(i), tokens, supervised, [clip_of(clip) for clip in clips], 3))
+    sizes: dict[str, Any] = {
+        "capacity": 128,
+        "audio_capacity": 512,
+        "front_end": FastConformer(num_mels=16),
+        "max_documents": 8,
+    }
     return pack_row(documents, **sizes, context=context, audio_ranks=context)[0]
 
 

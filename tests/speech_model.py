@@ -19,6 +19,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -26,6 +27,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
+from tests.helpers import clip_of
 from tests.meshes.batches import even_placement
 from tests.meshes.models import deepseek, gpt_oss, qwen3, qwen3_next
 from tests.weights import random_state
@@ -117,7 +119,7 @@ def document(key: str, spec: Spec, rng: np.random.Generator) -> Document:
         supervised.insert(at, False)
     mels = [rng.normal(size=(n, MELS)).astype(np.float32) for n in spec.clips]
     clips = [np.split(clip, range(CHUNK, len(clip), CHUNK)) for clip in mels]
-    return Document.splice(key, text, supervised, clips, PLACEHOLDER)
+    return Document.splice(key, text, supervised, [clip_of(clip) for clip in clips], PLACEHOLDER)
 
 
 @functools.cache
@@ -145,7 +147,7 @@ def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *,
             row,
             capacity=capacity,
             audio_capacity=audio,
-            num_mels=MELS,
+            front_end=FastConformer(num_mels=MELS),
             max_documents=16,
             context=context,
             audio_ranks=context,

@@ -135,7 +135,7 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
         [document],
         capacity=-(-len(document) // 8) * 8,
         audio_capacity=document.mel_frames,
-        num_mels=config.model.audio_encoder.num_mels,
+        front_end=config.model.audio_encoder,
         max_documents=1,
     )
     graph = Blueprint(config).graph

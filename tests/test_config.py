@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from jaxthd.config import AugmentConfig, Config, DataConfig, EncoderConfig, MeshConfig, TrainConfig
-from jaxthd.data.audio.features import HOP
 from jaxthd.data.audio.recordings import chunk_audio
 from jaxthd.files.config_file import load_config, with_absolute_paths
 from jaxthd.files.run_folder import open_settings, source_of
+from jaxthd.models.front_ends.log_mel import HOP
 from jaxthd.validate import DeviceFacts, validate
 
 CONFIGS = Path(__file__).parents[1] / "configs"

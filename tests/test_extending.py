@@ -18,6 +18,7 @@ from jaxthd.config import BlockSizes
 from jaxthd.data.example import Example, Samples, utterance
 from jaxthd.data.skipped import Skipped
 from jaxthd.models.blocks import MLP, Attention, Mamba2
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.objectives import OBJECTIVES
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
@@ -210,7 +211,7 @@ def packed(rows: list[list[jaxthd.Document]], capacity: int, context: int) -> ja
         jaxthd.pack_row,
         capacity=capacity,
         audio_capacity=0,
-        num_mels=0,
+        front_end=FastConformer(num_mels=0),
         max_documents=6,
         context=context,
         extras=Pairs.extras,

@@ -113,9 +113,9 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     assert (len(documents), unusable) == (50, 3)
     assert lengths.tokens.tolist() == [len(d) for d in documents]
     assert lengths.frames.tolist() == [d.mel_frames for d in documents]
-    assert lengths.chunks == [list(d.chunk_frames) for d in documents]
-    assert lengths.seconds == pytest.approx([sum(map(len, d.chunks)) / 100 for d in documents])
-    assert max(map(len, lengths.chunks)) > 4
+    assert lengths.pieces == [list(d.chunk_frames) for d in documents]
+    assert lengths.seconds == pytest.approx([sum(map(len, d.pieces)) / 100 for d in documents])
+    assert max(map(len, lengths.pieces)) > 4
     whole = {clip for example in examples[:50] for clip in example.clips if clip.duration is None}
     for clip in whole:
         assert clip_samples(clip) == len(load_audio(clip.path, clip.offset))
@@ -179,7 +179,7 @@ def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
     assert np.ptp(counts[7:]) <= 1
     frames = np.concatenate([few.frames, many.frames])
     assert drawn.frames.tolist() == frames[drawn.tokens].tolist()
-    assert drawn.chunks == [[*few.chunks, *many.chunks][i] for i in drawn.tokens]
+    assert drawn.pieces == [[*few.pieces, *many.pieces][i] for i in drawn.tokens]
     with pytest.raises(UserError, match=r"\[7, 0\] usable documents"):
         draw([few, Lengths(np.zeros(0, int), np.zeros(0, int), np.zeros(0), [])], DataConfig())
 

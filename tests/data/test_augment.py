@@ -13,8 +13,8 @@ import pytest
 import soundfile
 
 from jaxthd.config import AugmentConfig, Config, DataConfig, EncoderConfig, ModelConfig
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.audio.augment import Augmentation, add_noise, change_speed, low_pass, reverberate
-from jaxthd.data.audio.features import SAMPLE_RATE
 from jaxthd.data.dataset import SpeechData
 from jaxthd.data.sources.noises import read_augmentation, read_recordings
 from jaxthd.data.speech import SpeechDocuments

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxthd.config import SpecAugmentConfig
-from jaxthd.data.audio.features import DITHER, document_rng, log_mel, mel_filterbank, spec_augment
+from jaxthd.data.audio.features import document_rng, spec_augment
+from jaxthd.models.front_ends.log_mel import DITHER, log_mel, mel_filterbank
 
 REFERENCES = np.load(Path(__file__).parents[1] / "references" / "log_mel.npz")
 WAVES = ["two_frames", "noise", "chirp", "voice", "faint"]

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jaxthd.models.fastconformer import FastConformer
 
 from jaxthd.config import BlockSizes, ComputeConfig, EncoderConfig, LLMConfig
 from jaxthd.config.block import usual_blocks
@@ -29,9 +28,10 @@ from jaxthd.models.blocks import (
     MoEMixer,
     RoutedMixer,
 )
+from jaxthd.models.front_ends import FastConformer
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.models.hybrid import Block, HybridDecoder
 from jaxthd.models.mtp import MultiTokenPrediction
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
 from jaxthd.parallel.params import Init
 from tests.helpers import assert_same

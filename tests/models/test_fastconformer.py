@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
-from jaxthd.models.fastconformer import FastConformer
 
 from jaxthd.config import Config, EncoderConfig
 from jaxthd.hf.parakeet import encoder_config, encoder_tensors
 from jaxthd.models import encoder_attention
-from jaxthd.packing.document import SUBSAMPLING, encoder_frames
+from jaxthd.models.front_ends import FastConformer
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
 from tests.helpers import assert_same
@@ -67,7 +67,7 @@ def pack(clips: dict[int, tuple[np.ndarray, np.ndarray]], frames: int, *, gap: i
     spans, at = {}, 0
     for number, (key, (clip, clip_cotangent)) in enumerate(clips.items(), 1):
         at += gap
-        n = encoder_frames(len(clip))
+        n = -(-(len(clip)) // 8)
         mels[at * SUBSAMPLING :][: len(clip)] = clip
         mask[at * SUBSAMPLING :][: len(clip)] = True
         ids[at : at + n], positions[at : at + n] = number, np.arange(n)
@@ -79,7 +79,7 @@ def pack(clips: dict[int, tuple[np.ndarray, np.ndarray]], frames: int, *, gap: i
 def random_clips(lengths: tuple[int, ...], seed: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(seed)
     return {
-        c: (rng.normal(size=(n, CONFIG.num_mels)), rng.normal(size=(encoder_frames(n), CONFIG.dim)))
+        c: (rng.normal(size=(n, CONFIG.num_mels)), rng.normal(size=(-(-(n) // 8), CONFIG.dim)))
         for c, n in enumerate(lengths)
     }
 

@@ -12,6 +12,7 @@ from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
 from jaxthd.config.listing import value_at
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -65,7 +66,7 @@ def pack(config: Config) -> Batch:
             row,
             capacity=CAPACITY,
             audio_capacity=2 * AUDIO,
-            num_mels=MELS,
+            front_end=FastConformer(num_mels=MELS),
             max_documents=16,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,

@@ -5,11 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
-from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import PackReport, pack_row
+from tests.helpers import clip_of
 
 MELS = 3
 AUDIO = 7  # the placeholder id
@@ -27,7 +29,7 @@ def random_document(rng: np.random.Generator, key: str, chunk_frames: int = 60) 
             supervised.append(False)
             lengths = rng.integers(1, chunk_frames + 1, size=rng.integers(1, 3))
             clips.append([rng.normal(size=(n, MELS)).astype(np.float32) for n in lengths])
-    return Document.splice(key, tokens, supervised, clips, AUDIO)
+    return Document.splice(key, tokens, supervised, [clip_of(clip) for clip in clips], AUDIO)
 
 
 def random_documents(seed: int, count: int, **kwargs) -> list[Document]:
@@ -35,7 +37,12 @@ def random_documents(seed: int, count: int, **kwargs) -> list[Document]:
     return [random_document(rng, f"{seed}-{i}", **kwargs) for i in range(count)]
 
 
-SIZES = {"capacity": 384, "audio_capacity": 2048, "num_mels": MELS, "max_documents": 12}
+SIZES = {
+    "capacity": 384,
+    "audio_capacity": 2048,
+    "front_end": FastConformer(num_mels=MELS),
+    "max_documents": 12,
+}
 
 
 def arrays(batch):
@@ -104,15 +111,15 @@ def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
         assert len(set(slots)) == len(slots) == (row.chunk_ids > 0).sum()
         assert report.real_tokens == sum(map(len, documents)) == (~padding).sum()
         assert report.supervised_tokens == row.weights.sum()
-        frames = sum(len(c) for d in documents for c in d.chunks)
+        frames = sum(len(c.features) for d in documents for c in d.pieces)
         assert row.mel_mask.sum() == frames == round(report.audio_seconds * 100)
         assert not row.mels[~row.mel_mask].any()
 
 
 def check_audio(row, slots, document):
     """Followed to the mel buffer, the slots show the document's chunks, each with a number of its own."""
-    for chunk in document.chunks:
-        frames = encoder_frames(len(chunk))
+    for piece in document.pieces:
+        frames = -(-(len(chunk)) // 8)
         mine, slots = slots[:frames], slots[frames:]
         np.testing.assert_array_equal(mine, mine[0] + np.arange(frames))
         np.testing.assert_array_equal(row.mels[8 * mine[0] : 8 * mine[0] + len(chunk)], chunk)
@@ -194,7 +201,7 @@ def test_supervised_pairs_equal_those_of_each_document_alone(context):
 
 def test_labels_stop_at_the_documents_edge_and_audio_predicts_the_first_word():
     frame = np.ones((9, MELS), np.float32)
-    a = Document.splice("a", [AUDIO, 5, 6], [False, True, False], [[frame]], AUDIO)
+    a = Document.splice("a", [AUDIO, 5, 6], [False, True, False], [clip_of([frame])], AUDIO)
     b = Document.splice("b", [8, 9], [True, True], [], AUDIO)
     batch, report = pack_row([a, b], **SIZES, order_seed=None)
     assert report.keys == ("a", "b")
@@ -243,7 +250,7 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     two = concatenate_rows([without, without])
     assert two.mels is None
     assert two.tokens.shape == (2, SIZES["capacity"])
-    heard = Document.splice("heard", [AUDIO], [False], [[np.ones((8, MELS), np.float32)]], AUDIO)
+    heard = Document.splice("heard", [AUDIO], [False], [clip_of([np.ones((8, MELS), np.float32)])], AUDIO)
     with pytest.raises(ValueError, match="raise audio_capacity"):
         pack_row([heard], **{**SIZES, "audio_capacity": 0})
 
@@ -297,4 +304,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)
     with pytest.raises(ValueError, match="has 3 mel bands, expected 80"):
-        pack(documents, num_mels=80)
+        pack(documents, front_end=FastConformer(num_mels=80))

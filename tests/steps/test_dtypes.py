@@ -31,7 +31,7 @@ from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.models.dropout import Draws, drawing, dropped
 from jaxthd.packing.document import Document
 from jaxthd.steps.forward import objective_of
-from tests.helpers import filled_state
+from tests.helpers import clip_of, filled_state
 
 LLM = LLMConfig(
     pattern="M*-",
@@ -120,7 +120,9 @@ def batch_of(config: Config) -> jaxthd.Batch:
         else:
             clips = [[rng.normal(size=(64, 16)).astype(np.float32)]] * (config.model.encoder is not None)
             marks = [False] * len(clips) + [True] * 9
-            documents.append(Document.splice(key, [3] * len(clips) + text, marks, clips, 3))
+            documents.append(
+                Document.splice(key, [3] * len(clips) + text, marks, [clip_of(clip) for clip in clips], 3)
+            )
     pack = jaxthd.pack_documents(config, answers=has_answers, extras=extras, depths=config.depths_trained)
     rows = iter(grain.MapDataset.source(documents).repeat().pipe(pack))
     return jaxthd.concatenate_rows([next(rows).batch for _ in range(config.data.rows)])

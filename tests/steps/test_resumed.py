@@ -69,7 +69,7 @@ class Run:
         self._step = make_train_step(self.blueprint, self.mesh)
 
     def batch(self, step: int) -> Batch:
-        rows = [[one for one in row if not one.chunks] for row in documents()]
+        rows = [[one for one in row if not one.pieces] for row in documents()]
         sizes: dict[str, int] = {
             "capacity": CAPACITY,
             "audio_capacity": 0,

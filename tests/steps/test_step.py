@@ -24,6 +24,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.models.blocks import Attention, Mamba2
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -144,7 +145,7 @@ def test_gradients_in_the_compute_dtype_are_those_in_float32_but_for_rounding():
     blueprint, mesh = Blueprint(config), make_mesh(MeshConfig())
     state = filled_state(blueprint, mesh)
     rng = np.random.default_rng(0)
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 16, "max_documents": 8}
+    sizes: dict[str, Any] = {"audio_capacity": 0, "front_end": FastConformer(num_mels=16), "max_documents": 8}
     documents = [
         Document.splice(str(n), rng.integers(4, 260, n).tolist(), [True] * n, [], 3) for n in (5, 20, 11, 1)
     ]

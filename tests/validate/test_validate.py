@@ -15,7 +15,7 @@ from jaxthd.config import BlockSizes, Config, DataConfig, EncoderConfig, LLMConf
 from jaxthd.config.block import Blocks, usual_blocks
 from jaxthd.data.packer import pack_documents
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
-from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.document import Document
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, findings, rules, training, validate
 from jaxthd.validate.values import faulty_values, leaves
@@ -792,7 +792,7 @@ def test_the_validator_warns_of_exactly_the_audio_capacities_without_room_for_a_
 ) -> None:
     """Whatever the mesh: a document of one longest chunk is packed, or there was a warning."""
     encoder = EncoderConfig(num_mels=8, chunk_seconds=seconds)
-    n = encoder_frames(encoder.chunk_frames)
+    n = -(-(encoder.chunk_frames) // 8)
     chunk, flags = np.zeros((encoder.chunk_frames, 8), np.float32), np.ones(n, bool)
     document = Document("a", np.zeros(n, np.int32), flags, ~flags, (chunk,))
     for frames in range(8, 3 * 144 + 16, 8):
