@@ -29,17 +29,17 @@ EXPERTS = MoE(experts=6, experts_per_token=2, inner=48, shared_inner=48)
 FAMILIES: dict[str, LLMConfig] = {
     "nemotron_h": LLMConfig("M-M*-", blocks={"M": MAMBA, "*": ATTENTION, "-": RELU_MLP}),
     "nemotron3": LLMConfig(
-        "ME*E", {"M": MAMBA, "*": ATTENTION, "E": replace(EXPERTS, router=Router(scale=2.5))}
+        "ME*E", blocks={"M": MAMBA, "*": ATTENTION, "E": replace(EXPERTS, router=Router(scale=2.5))}
     ),
     "qwen3": LLMConfig(
         "*-*-*-",
-        {"*": replace(ATTENTION, qk_norm=True, rope=ROPE), "-": GATED_MLP},
+        blocks={"*": replace(ATTENTION, qk_norm=True, rope=ROPE), "-": GATED_MLP},
         norm_eps=1e-6,
         tied_embedding=True,
     ),
     "qwen3_moe": LLMConfig(
         "*E*E*E",
-        {
+        blocks={
             "*": replace(ATTENTION, qk_norm=True, rope=ROPE),
             "E": replace(EXPERTS, form="swiglu", shared_inner=0, router=Router(scores="softmax")),
         },
@@ -47,7 +47,7 @@ FAMILIES: dict[str, LLMConfig] = {
     ),
     "qwen3_next": LLMConfig(
         "DEDE*E",
-        {
+        blocks={
             "D": GatedDelta(key_heads=2, value_heads=4, key_dim=24, value_dim=24),
             "*": replace(ATTENTION, qk_norm=True, gate=True, rope=replace(ROPE, fraction=0.25)),
             "E": replace(EXPERTS, form="swiglu", shared_gate=True, router=Router(scores="softmax")),
@@ -57,7 +57,7 @@ FAMILIES: dict[str, LLMConfig] = {
     ),
     "gpt_oss": LLMConfig(
         "WE*EWE",
-        {
+        blocks={
             "W": replace(GPT_OSS, window=32),
             "*": GPT_OSS,
             "E": replace(
@@ -71,7 +71,7 @@ FAMILIES: dict[str, LLMConfig] = {
     ),
     "deepseek_v3": LLMConfig(
         "L-LELE",
-        {
+        blocks={
             "L": replace(LATENT_ATTENTION, q_lora_rank=40, rope=YARN),
             "-": GATED_MLP,
             "E": replace(EXPERTS, form="swiglu", router=Router(groups=3, groups_per_token=2, scale=2.5)),
@@ -80,7 +80,7 @@ FAMILIES: dict[str, LLMConfig] = {
     ),
     "moonlight": LLMConfig(
         "L-LELE",
-        {
+        blocks={
             "L": LATENT_ATTENTION,
             "-": GATED_MLP,
             "E": replace(EXPERTS, form="swiglu", router=Router(scale=2.5)),

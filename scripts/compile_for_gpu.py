@@ -72,7 +72,7 @@ AS_ON_A_GPU: dict[str, Any] = {
     "attention_backend": "pallas",
     "encoder_attention": "pallas",
     "scan_backend": "pallas",
-    "block_sizes": BlockSizes(expert_rounds=True, subsampling=1024, loss=2048),
+    "block_sizes": BlockSizes(expert_rounds=True, front_end=1024, loss=2048),
 }
 """What compute.* means on a GPU that admits no fused library; and supervised rows in few large blocks."""
 LOOPS: dict[str, Any] = {
@@ -243,12 +243,12 @@ def documents_of(config: Config) -> list[Document]:
     tokens, frames = config.data.capacity, config.data.audio_capacity
     found, passed_over = [], 0
     for document in recordings(2 * tokens, config.model, 4.0 if tokens < 2048 else 60.0):
-        if len(document) > tokens or document.mel_frames > frames:
+        if len(document) > tokens or encoder.taken(document.pieces) > frames:
             passed_over += 1
             if passed_over > LOOK_AHEAD:
                 break
             continue
-        tokens, frames = tokens - len(document), frames - document.mel_frames
+        tokens, frames = tokens - len(document), frames - encoder.taken(document.pieces)
         found.append(document)
     return found
 

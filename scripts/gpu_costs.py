@@ -23,7 +23,6 @@ from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.blocks import MoE
-from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.ops.attention import pallas
 from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
@@ -320,7 +319,7 @@ def pallas_work(config: Config, batch: Batch) -> Works:
     if encoder is not None:
         whole = segments(batch.chunk_ids, batch.chunk_positions).whole
         dim = encoder.dim // encoder.heads
-        width = len(distances(-(-encoder.chunk_frames // SUBSAMPLING)))
+        width = len(distances(encoder.units(encoder.longest)))
         seen = np.minimum(np.asarray(whole.hi - whole.lo) + 2 * SECTOR, width)
         unread = 2.0 * encoder.heads * float((width - seen).sum())
         clips = _attention("encoder attention", whole.lo, whole.hi, encoder.heads, dim, unread)
@@ -368,7 +367,7 @@ def _scan(config: Config) -> Works:
 
 
 PARTS = (
-    ("models/subsampling.py", "", "subsampling"),
+    ("fastconformer/subsampling.py", "", "subsampling"),
     ("models/encoder_attention.py", "", "encoder attention"),
     ("ops/attention/relative.py", "", "encoder attention"),
     ("models/fastconformer.py", "ConvModule", "encoder convolution"),

@@ -21,11 +21,9 @@ from jaxthd.config.compute import SMALL_BLOCKS
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.choose import using
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
-from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import AudioPiece, Document
 from jaxthd.packing.pack import pack_row
-from scripts.gpu_models import clip_of
 
 ONE_BILLION = ModelConfig(
     encoder=EncoderConfig(layers=17, dim=512, heads=8, ffn_dim=2048, subsampling_channels=256),
@@ -55,7 +53,7 @@ TINY = ModelConfig(
     adapter_dim=32,
 )
 ENCODER = EncoderConfig(
-    front_end=FastConformer(num_mels=128),
+    num_mels=128,
     layers=24,
     dim=1024,
     heads=8,
@@ -112,6 +110,11 @@ def base_config(tiny: bool, *, kernels: bool) -> Config:
     return using(config, attention_backend="auto", scan_backend="auto") if kernels else config
 
 
+def clip_of(chunks: Sequence[np.ndarray]) -> list[AudioPiece]:
+    """A recording whose encoder chunks have these features: a token for each eight frames."""
+    return [AudioPiece(x, 0, -(-len(x) // 8), begins=not number) for number, x in enumerate(chunks)]
+
+
 def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed: int = 0) -> list[Document]:
     """Documents of one recording and its transcript, with the lengths of real recordings: 1 s to a minute,
     half of them under 8 s. Together they take at most `slots` token slots.
@@ -121,9 +124,10 @@ def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed:
     while True:
         length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
         frames, text = round(100 * length), 6 + round(3.5 * length)
-        chunks, per_chunk = [], model.audio_encoder.chunk_frames - 1
+        chunks, encoder = [], model.audio_encoder
+        per_chunk = encoder.longest - 1
         for start in range(0, frames, per_chunk):
-            size = (min(per_chunk, frames - start), model.audio_encoder.num_mels)
+            size = (min(per_chunk, frames - start), encoder.width)
             chunks.append(rng.standard_normal(size, np.float32))
         tokens = [3, *rng.integers(4, min(model.llm.vocab_size, 260), text).tolist()]
         document = Document.splice(str(len(documents)), tokens, [False] + [True] * text, [clip_of(chunks)], 3)
@@ -140,7 +144,7 @@ def rows_of(groups: Sequence[Sequence[Document]], model: ModelConfig) -> tuple[B
         return -(-n // of) * of
 
     capacity = multiple(max(sum(map(len, group)) for group in groups), 128)
-    frames = multiple(max(sum(d.mel_frames for d in group) for group in groups), 128)
+    frames = multiple(max(sum(model.audio_encoder.taken(d.pieces) for d in group) for group in groups), 128)
     sizes: dict[str, Any] = {
         "capacity": capacity,
         "audio_capacity": frames,
@@ -158,7 +162,7 @@ def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> f
     pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents)
     seen = [llm.blocks[x].attention(1) for x in llm.letters]
     width = sum(x.heads * x.key_dim for x in seen if x)
-    chunks = [-(-len(chunk) // 8) for d in documents for chunk in d.pieces]
+    chunks = [-(-len(piece.features) // 8) for d in documents for piece in d.pieces]
     attended = sum(n * n for n in chunks) * encoder.layers
     scans = [llm.blocks[x].scan(1) for x in llm.letters]
     scanned = sum(map(len, documents)) * sum(2 * x.heads * x.head_dim * x.state for x in scans if x)
@@ -167,7 +171,7 @@ def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> f
 
 def report_of(documents: list[Document], config: Config) -> BatchReport:
     """The report of a step with these documents."""
-    tokens, frames = sum(map(len, documents)), sum(d.mel_frames for d in documents)
+    tokens, frames = sum(map(len, documents)), sum(model.audio_encoder.taken(d.pieces) for d in documents)
     supervised = sum(int(d.supervised.sum()) for d in documents)
     row = RowReport(
         row=0,

@@ -54,7 +54,7 @@ def temporary_memory(
     _, *states = nnx.split(Blueprint(config).model, nnx.Param, Buffer)
     sizes: dict[str, Any] = {
         "audio_capacity": 0,
-        "num_mels": model.audio_encoder.num_mels,
+        "front_end": model.audio_encoder,
         "max_documents": 1,
     }
     batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
@@ -174,7 +174,7 @@ def buffers(lengths: Sequence[int], capacity: int, count: int) -> list[list[Docu
 
 
 def layout_row(documents: Sequence[Document], capacity: int, context: int, *, ordered: bool) -> Batch:
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": len(documents)}
+    sizes: dict[str, Any] = {"audio_capacity": 0, "max_documents": len(documents)}
     seed = 0 if ordered else None
     return pack_row(documents, capacity=capacity, context=context, order_seed=seed, **sizes)[0]
 

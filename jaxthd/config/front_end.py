@@ -148,6 +148,10 @@ class FrontEnd:
         """Seconds of so many frames."""
         return frames * self.frame_samples / SAMPLE_RATE
 
+    def taken(self, pieces: Iterable[Any]) -> int:
+        """Frames of the audio arrays that pieces take. pieces: packing.document.AudioPiece."""
+        return sum(self.units(len(piece.features)) for piece in pieces) * self.unit[0]
+
     @property
     def longest_taken(self) -> int:
         """Frames of the audio arrays that the longest piece takes."""

@@ -61,7 +61,7 @@ def one_of(documents: Sequence[Document], key: str) -> Document:
         arrays = [getattr(document, name) for document in documents]
         return np.concatenate([*arrays, np.full(more, fill, arrays[0].dtype)])
 
-    chunks = tuple(chunk for document in documents for piece in document.pieces)
+    chunks = tuple(piece for document in documents for piece in document.pieces)
     return Document(key, joined("tokens", 1), joined("is_audio", 0), joined("supervised", 1), chunks)
 
 

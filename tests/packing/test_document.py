@@ -57,7 +57,7 @@ def heard(batch: Batch, slots: np.ndarray) -> list[np.ndarray]:
 
 
 def frames_of(document: Document) -> list[np.ndarray]:
-    return [chunk[i : i + 8] for piece in document.pieces for i in range(0, len(chunk), 8)]
+    return [x.features[i : i + 8] for x in document.pieces for i in range(0, len(x.features), 8)]
 
 
 def check_sequence(document: Document, batch: Batch, row: dict[str, np.ndarray], at: np.ndarray) -> None:

@@ -118,7 +118,7 @@ def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
 
 def check_audio(row, slots, document):
     """Followed to the mel buffer, the slots show the document's chunks, each with a number of its own."""
-    for piece in document.pieces:
+    for chunk, _, _, _ in document.pieces:
         frames = -(-(len(chunk)) // 8)
         mine, slots = slots[:frames], slots[frames:]
         np.testing.assert_array_equal(mine, mine[0] + np.arange(frames))
