@@ -23,6 +23,7 @@ from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.blocks import MoE
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.ops.attention import pallas
 from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
@@ -316,7 +317,7 @@ def pallas_work(config: Config, batch: Batch) -> Works:
     assert sizes
     found = _attention("attention", local.lo, local.hi, sizes.heads, sizes.key_dim)
     found = {name: work.shared(mesh.context**2) for name, work in found.items()}
-    if encoder is not None:
+    if isinstance(encoder, FastConformer):
         whole = segments(batch.chunk_ids, batch.chunk_positions).whole
         dim = encoder.dim // encoder.heads
         width = len(distances(encoder.units(encoder.longest)))

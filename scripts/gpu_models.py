@@ -21,6 +21,7 @@ from jaxthd.config.compute import SMALL_BLOCKS
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.choose import using
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import AudioPiece, Document
 from jaxthd.packing.pack import pack_row
@@ -162,6 +163,7 @@ def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> f
     pairs = sum(len(d) * (len(d) + 1) / 2 for d in documents)
     seen = [llm.blocks[x].attention(1) for x in llm.letters]
     width = sum(x.heads * x.key_dim for x in seen if x)
+    assert isinstance(encoder, FastConformer)
     chunks = [-(-len(piece.features) // 8) for d in documents for piece in d.pieces]
     attended = sum(n * n for n in chunks) * encoder.layers
     scans = [llm.blocks[x].scan(1) for x in llm.letters]
@@ -171,7 +173,10 @@ def attention_and_scan_flops(config: Config, documents: Sequence[Document]) -> f
 
 def report_of(documents: list[Document], config: Config) -> BatchReport:
     """The report of a step with these documents."""
-    tokens, frames = sum(map(len, documents)), sum(model.audio_encoder.taken(d.pieces) for d in documents)
+    tokens, frames = (
+        sum(map(len, documents)),
+        sum(config.model.audio_encoder.taken(d.pieces) for d in documents),
+    )
     supervised = sum(int(d.supervised.sum()) for d in documents)
     row = RowReport(
         row=0,
