@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from jaxthd.packing.fit import assign_pieces, place_chunks
+from jaxthd.packing.fit import assign_pieces, place_pieces
 
 
 def test_chunks_stay_whole_within_capacity_and_even():
@@ -39,9 +39,14 @@ def test_no_assignment_is_none_whatever_the_order():
     assert outcomes == {True, False}
 
 
+def placed(frames: list[int], ranks: int, rank_frames: int) -> list[int]:
+    """Where pieces begin that each may be divided."""
+    return place_pieces(frames, [[i] for i in range(len(frames))], ranks, rank_frames)
+
+
 def test_chunks_are_split_over_ranks_only_where_they_must_be():
-    assert place_chunks([24, 24, 24], 2, 48) == [0, 48, 24]
-    assert place_chunks([24, 24, 24], 2, 40) == [0, 24, 48], "the second one is split"
-    assert place_chunks([16, 40, 24], 2, 40) == [40, 0, 56]
-    assert place_chunks([8, 72], 4, 24) == [0, 8], "the second one spans all ranks"
-    assert place_chunks([], 3, 0) == []
+    assert placed([24, 24, 24], 2, 48) == [0, 48, 24]
+    assert placed([24, 24, 24], 2, 40) == [0, 24, 48], "the second one is split"
+    assert placed([16, 40, 24], 2, 40) == [40, 0, 56]
+    assert placed([8, 72], 4, 24) == [0, 8], "the second one spans all ranks"
+    assert placed([], 3, 0) == []
