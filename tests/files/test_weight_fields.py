@@ -40,7 +40,7 @@ READ_WITH_OTHERS = [
     f"model.llm.blocks.{escape(letter)}.{name}"
     for letter, block in LLM.blocks.items()
     for name in block.read_with_others
-]
+] + [f"model.encoder.{name}" for name in MODEL.audio_encoder.read_with_others]
 
 
 def other(name: str, value: Any) -> Any:

@@ -15,6 +15,7 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.thd_view import thd_view
 from tests.answers import AUDIO, alone, document_with_answers
+from tests.helpers import clip_of
 
 MELS = 4
 SIZES = {
@@ -25,7 +26,7 @@ SIZES = {
     "answers": True,
 }
 PLAIN = Document.splice(
-    "plain", [9, AUDIO, 5, 6], [False, False, True, True], [[np.ones((9, MELS), np.float32)]], AUDIO
+    "plain", [9, AUDIO, 5, 6], [False, False, True, True], [clip_of([np.ones((9, MELS), np.float32)])], AUDIO
 )
 TOKEN_FIELDS = (
     "tokens", "targets", "weights", "segment_ids", "positions", "audio_slots", "document_ids", "prefixes",
