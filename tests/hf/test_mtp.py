@@ -93,7 +93,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     for number, n in enumerate(LENGTHS):
         tokens, some = rng.integers(1, read.llm.vocab_size, n).astype(np.int32), np.ones(n, bool)
         documents.append(Document(str(number), tokens, ~some, some))
-    sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 8, "max_documents": 8, "order_seed": None}
+    sizes = {"capacity": 32, "audio_capacity": 0, "max_documents": 8, "order_seed": None}
     batch, _ = pack_row(documents, **sizes, depths=2)
     with jax.enable_x64(True):
         weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))

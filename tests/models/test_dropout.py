@@ -60,7 +60,6 @@ def rows(context: int, order: tuple[int, ...] = (0, 1, 2, 3)) -> Batch:
     sizes: dict[str, Any] = {
         "capacity": 32,
         "audio_capacity": 0,
-        "num_mels": 0,
         "max_documents": 4,
         "depths": 1,
     }

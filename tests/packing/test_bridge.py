@@ -215,7 +215,7 @@ def test_the_view_of_one_row_has_no_dim_of_rows_and_audio_is_refused() -> None:
     assert there["input_ids"].shape == (there["cu_seqlens_padded"][-1],)
     mels = np.ones((8, 1), np.float32)
     spoken = Document.splice("", [1, 4], [False, True], [clip_of([mels])], placeholder=1)
-    sizes = {"capacity": 8, "audio_capacity": 8, "num_mels": 1, "max_documents": 1}
+    sizes = {"capacity": 8, "audio_capacity": 8, "front_end": FastConformer(num_mels=1), "max_documents": 1}
     with pytest.raises(ValueError, match="holds recordings"):
         thd_batch(pack_row([spoken], **sizes)[0])
 

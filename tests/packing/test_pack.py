@@ -235,9 +235,9 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     ]
     sizes = {"context": context, "audio_ranks": 2 * context, "depths": 2}
     with_room, report = pack_row(documents, **SIZES, **sizes)
-    without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "num_mels": 0}, **sizes)
+    without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "front_end": None}, **sizes)
     assert report == other_report
-    optional = {"document_ids", "prefixes", "embeddings", "draws", "splits"}
+    optional = {"document_ids", "prefixes", "embeddings", "draws", "splits", "recording_ids"}
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
         "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",
@@ -300,7 +300,8 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(
         ValueError, match=f"split over {frames // 8} audio ranks of 8 each; expected at most 8"
     ):
-        pack(documents, audio_capacity=frames, audio_ranks=frames // 8, longest_chunk=8)
+        short = FastConformer(num_mels=MELS, chunk_seconds=0.07)
+        pack(documents, audio_capacity=frames, audio_ranks=frames // 8, front_end=short)
     with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)
     with pytest.raises(ValueError, match="has audio frames of 3 numbers, expected 80"):

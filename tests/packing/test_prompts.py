@@ -64,7 +64,7 @@ def test_the_prompt_is_all_before_the_last_answer(context: int):
 
 def test_answers_that_share_a_prompt_are_no_prompts():
     pair = replace(document("pair", "....xx"), answers=(1, 1))
-    sizes = {"capacity": 16, "audio_capacity": 0, "num_mels": 8, "max_documents": 4, "answers": True}
+    sizes = {"capacity": 16, "audio_capacity": 0, "max_documents": 4, "answers": True}
     with pytest.raises(ValueError, match="share_prompts=False"):
         find_prompts(pack_row([pair], **sizes)[0], ContextLayout(), 4)
     batch, _ = pack_row([document("one", "..xx")], **sizes)

@@ -54,7 +54,7 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
                 Document(str(i), np.zeros(lengths[i], np.int32), *np.zeros((2, lengths[i]), bool))
                 for i in buffer
             ]
-            sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": 480, "context": 4}
+            sizes = {"audio_capacity": 0, "max_documents": 480, "context": 4}
             sizes |= {"shares": Shares.of(cost.config), "placement": placement}
             batch, report = pack_row(documents, capacity=480, layout=cost.layout, **sizes)
             imbalances.append(report.imbalance)

@@ -72,7 +72,7 @@ def evaluate(batch: Any, config: Config, mesh: jax.sharding.Mesh) -> Gradient:
 def ours() -> Gradient:
     """Our packer's rows of the same documents, on one device."""
     config = settings(MeshConfig())
-    sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 0, "max_documents": 8}
+    sizes = {"capacity": 32, "audio_capacity": 0, "max_documents": 8}
     batch = concatenate_rows([pack_row(row, **sizes)[0] for row in documents()])
     mesh = jax.make_mesh((1,), ("device",), devices=jax.devices()[:1])
     return evaluate(batch, config, adopt_mesh(mesh))

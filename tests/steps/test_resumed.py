@@ -73,7 +73,6 @@ class Run:
         sizes: dict[str, int] = {
             "capacity": CAPACITY,
             "audio_capacity": 0,
-            "num_mels": 0,
             "max_documents": 16,
         }
         packed = [pack_row(row, **sizes)[0] for row in rows[step:] + rows[:step]]
