@@ -150,7 +150,7 @@ def test_decoding_goes_on_from_packed_prompts_as_from_each_alone(data: int, cont
     if layout == "whole":
         placed = [placement(row, context, layout) for row in documents()]
         assert any(one and one.split and one.whole[0] for one in placed), (
-            "a row should have a cut document too"
+            "a row should have a split document too"
         )
     with jax.enable_x64(True):
         never = alone((-1,))
