@@ -45,7 +45,8 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from jaxthd.config import BlockSizes, Config, DataConfig, MeshConfig
-from jaxthd.kernels.choose import using
+from jaxthd.config.compute import LARGE_BLOCKS
+from jaxthd.kernels.choose import LARGE_KERNELS, using
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import AXES, batch_specs
@@ -72,7 +73,7 @@ AS_ON_A_GPU: dict[str, Any] = {
     "attention_backend": "pallas",
     "encoder_attention": "pallas",
     "scan_backend": "pallas",
-    "block_sizes": BlockSizes(expert_rounds=True, subsampling=1024, loss=2048),
+    "block_sizes": replace(LARGE_BLOCKS, **LARGE_KERNELS, loss=2048),
 }
 """What compute.* means on a GPU that admits no fused library; and supervised rows in few large blocks."""
 LOOPS: dict[str, Any] = {
