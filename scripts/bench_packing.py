@@ -238,8 +238,8 @@ def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -
             programs=len({shapes(b) for b in batches}),
             slots=sum(b.tokens.size for b in batches),
             real_tokens=sum(int((b.segment_ids > 0).sum()) for b in batches),
-            frames=sum(b.mel_mask.size for b in batches if b.has_audio),
-            real_frames=sum(int(b.mel_mask.sum()) for b in batches if b.has_audio),
+            frames=sum(b.frame_mask.size for b in batches if b.has_audio),
+            real_frames=sum(int(b.frame_mask.sum()) for b in batches if b.has_audio),
             memory=max(memory(programs[shapes(b)]) for b in placed[name]),
             seconds=seconds[name],
         )

@@ -206,7 +206,7 @@ def exact(tiny: bool) -> None:
             start = init_state(Blueprint(using(config, dtype="float32")), mesh)
             wide = jnp.float64 if dtype == "float64" else jnp.float32
             params, buffers = jax.tree.map(lambda x: x.astype(wide), (start.params, start.buffers))
-            batch = batch._replace(mels=batch.mels.astype(wide)) if dtype == "float64" else batch
+            batch = batch._replace(features=batch.features.astype(wide)) if dtype == "float64" else batch
             found = jax.jit(loss_and_gradient(Blueprint(config), mesh))(
                 params, buffers, put_batch(batch, mesh)
             )

@@ -318,7 +318,7 @@ def pallas_work(config: Config, batch: Batch) -> Works:
     found = _attention("attention", local.lo, local.hi, sizes.heads, sizes.key_dim)
     found = {name: work.shared(mesh.context**2) for name, work in found.items()}
     if isinstance(encoder, FastConformer):
-        whole = segments(batch.chunk_ids, batch.chunk_positions).whole
+        whole = segments(batch.piece_ids, batch.piece_positions).whole
         dim = encoder.dim // encoder.heads
         width = len(distances(encoder.units(encoder.longest)))
         seen = np.minimum(np.asarray(whole.hi - whole.lo) + 2 * SECTOR, width)
@@ -620,5 +620,5 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
     if compute.blocks.expert_rounds:
         found["experts"] = 1.0
     if config.model.encoder is not None:
-        found["encoder attention"] = of_blocks(segments(batch.chunk_ids, batch.chunk_positions).whole)
+        found["encoder attention"] = of_blocks(segments(batch.piece_ids, batch.piece_positions).whole)
     return found

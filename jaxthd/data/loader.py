@@ -213,7 +213,7 @@ class _Batches(Iterator[BatchAndReport]):
         """The batch of these rows. None: a row without documents."""
         packed = [self._pack.row(*(row or RowDocuments([]))) for row in rows]
         batch = concatenate_rows([row.batch for row in packed])
-        shape = batch.tokens.shape[1], batch.mels.shape[1] if batch.has_audio else 0
+        shape = batch.tokens.shape[1], batch.features.shape[1] if batch.has_audio else 0
         reports = (RowReport.of(n, row.report, *shape) for n, row in zip(self._own, packed, strict=True))
         return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed))
 

@@ -369,13 +369,13 @@ class SpeechLM(nnx.Module):
                 "the batch holds audio, and the model has no encoder (model.encoder is None); expected a "
                 "batch without audio arrays: pack with audio_capacity 0, or give the model an encoder"
             )
-        rows, frames, mels = batch.mels.shape
+        rows, frames, width = batch.features.shape
         chunks: Segments = make_segments(
-            batch.chunk_ids, batch.chunk_positions, block=self.compute.blocks.attention, axis=None
+            batch.piece_ids, batch.piece_positions, block=self.compute.blocks.attention, axis=None
         )
         y_ED, buffers = self.encoder(
-            batch.mels.reshape(rows * frames, mels).astype(self.compute.dtype),
-            batch.mel_mask.reshape(-1),
+            batch.features.reshape(rows * frames, width).astype(self.compute.dtype),
+            batch.frame_mask.reshape(-1),
             chunks,
             recording_ids=batch.recording_ids,
             train=train,
@@ -383,7 +383,7 @@ class SpeechLM(nnx.Module):
             row_axes=AUDIO_AXES if axes else (),
         )
         y_ED = applied(self.adapter, y_ED, keeps_gathered=self.encoder.keeps_gathered)
-        y_RED = y_ED.reshape(rows, batch.chunk_ids.shape[1], -1)
+        y_RED = y_ED.reshape(rows, batch.piece_ids.shape[1], -1)
         if axes:
             y_RED = jax.lax.all_gather(y_RED, AUDIO_AXES, axis=1, tiled=True)
         return y_RED, buffers

@@ -195,8 +195,8 @@ class BufferLimits:
             if is_split and self.front_end is not None and self.front_end.longest_taken < length:
                 raise ValueError(
                     f"a piece of {length} audio frames is split over {self.audio_ranks} audio ranks of "
-                    f"{self.rank_frames} each; expected at most {self.front_end.longest_taken}, the longest of "
-                    f"{self.front_end.title}: divide the recording"
+                    f"{self.rank_frames} each; expected at most {self.front_end.longest_taken}, the longest "
+                    f"of {self.front_end.title}: divide the recording"
                 )
         following = iter(starts)
         return [[next(following) for _ in document.pieces] for document in documents]

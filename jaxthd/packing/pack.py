@@ -81,10 +81,10 @@ class _Audio(NamedTuple):
     """A row's audio arrays, named as in Batch; audio_slots in document order."""
 
     audio_slots: Int32[np.ndarray, " T"]
-    mels: Float32[np.ndarray, "A W"]
-    mel_mask: Bool[np.ndarray, " A"]
-    chunk_ids: Int32[np.ndarray, " E"]
-    chunk_positions: Int32[np.ndarray, " E"]
+    features: Float32[np.ndarray, "A W"]
+    frame_mask: Bool[np.ndarray, " A"]
+    piece_ids: Int32[np.ndarray, " E"]
+    piece_positions: Int32[np.ndarray, " E"]
     recording_ids: Int32[np.ndarray, " E"] | None
 
 
@@ -266,8 +266,8 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
     assert front_end is not None
     frames, (per_unit, outputs), width = limits.array_frames, limits.unit, front_end.width
     audio_slots = np.full(limits.capacity, -1, np.int32)
-    mels, mel_mask = np.zeros((frames, width), np.float32), np.zeros(frames, bool)
-    chunk_ids, chunk_positions, recording_ids = np.zeros((3, limits.array_outputs), np.int32)
+    features, frame_mask = np.zeros((frames, width), np.float32), np.zeros(frames, bool)
+    piece_ids, piece_positions, recording_ids = np.zeros((3, limits.array_outputs), np.int32)
     starts = limits.piece_starts(documents)
     pieces = [piece for document in documents for piece in document.pieces]
     begun = zip(chain(*starts), pieces, strict=True)
@@ -284,18 +284,18 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
                     f"document {document.key!r} has audio frames of {x.shape[1]} numbers, expected {width}, "
                     f"as {front_end.title} has"
                 )
-            mels[first : first + len(x)] = x
-            mel_mask[first : first + len(x)] = True
+            features[first : first + len(x)] = x
+            frame_mask[first : first + len(x)] = True
             count = -(-len(x) // per_unit) * outputs
             at = first // per_unit * outputs + np.arange(count, dtype=np.int32)
-            chunk_ids[at], chunk_positions[at] = number.get(first, 0), np.arange(count)
+            piece_ids[at], piece_positions[at] = number.get(first, 0), np.arange(count)
             recording_ids[at] = recording
             slots.append(at[piece.first : piece.first + piece.tokens])
         of_tokens[document.is_audio] = np.concatenate(slots)
     for segment in placed:
         audio_slots[segment.start : segment.end] = slots_of_tokens[segment.document - 1][segment.indices]
     in_order = recording_ids if front_end.divisible == "recordings" else None
-    return _Audio(audio_slots, mels, mel_mask, chunk_ids, chunk_positions, in_order)
+    return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, in_order)
 
 
 def audio_seconds(batch: Batch, row: int, front_end: FrontEnd) -> Float64[np.ndarray, " segments"]:
@@ -311,7 +311,7 @@ def _frames_of_outputs(
 ) -> tuple[Float64[np.ndarray, " E"], Float64[np.ndarray, " tokens"]]:
     """Valid frames of each output of a row, and those of the outputs that are audio tokens."""
     frames, outputs = front_end.unit
-    frames_E = np.repeat(batch.mel_mask[row].reshape(-1, frames).sum(-1) / outputs, outputs)
+    frames_E = np.repeat(batch.frame_mask[row].reshape(-1, frames).sum(-1) / outputs, outputs)
     slots = batch.audio_slots[row]
     return frames_E, frames_E[np.unique(slots[slots >= 0])]
 

@@ -89,13 +89,13 @@ def abstract_batch(config: Config) -> Batch:
 
     audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
     if encoder is not None and audio_frames:
-        mels = (data.rows, audio_frames)
+        frames = (data.rows, audio_frames)
         audio = {
             "audio_slots": ints(tokens),
-            "mels": jax.ShapeDtypeStruct((*mels, encoder.width), jnp.float32),
-            "mel_mask": jax.ShapeDtypeStruct(mels, jnp.bool_),
-            "chunk_ids": ints(outputs),
-            "chunk_positions": ints(outputs),
+            "features": jax.ShapeDtypeStruct((*frames, encoder.width), jnp.float32),
+            "frame_mask": jax.ShapeDtypeStruct(frames, jnp.bool_),
+            "piece_ids": ints(outputs),
+            "piece_positions": ints(outputs),
             "recording_ids": ints(outputs) if encoder.divisible == "recordings" else None,
             "future_audio_slots": ints(future),
         }

@@ -214,9 +214,9 @@ def _audio_of(
     at = outputs[outputs >= 0]
     of_units = dict.fromkeys((at // per_unit).tolist())
     features = (
-        x.reshape(-1, frames, *x.shape[1:])[[*of_units]] for x in (batch.mels[row], batch.mel_mask[row])
+        x.reshape(-1, frames, *x.shape[1:])[[*of_units]] for x in (batch.features[row], batch.frame_mask[row])
     )
-    return [outputs >= 0, batch.chunk_positions[row, at], *features]
+    return [outputs >= 0, batch.piece_positions[row, at], *features]
 
 
 def weights_digest(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> str:

@@ -66,11 +66,11 @@ def test_one_epoch_holds_every_document_once(packing, context, tensor):
         assert most <= (1 if packing == "padded" else 5)
         assert batch.segment_ids.max() == most
         assert batch.tokens.shape == (3, 128)
-        assert batch.mels.shape == (3, 512, MELS)
+        assert batch.features.shape == (3, 512, MELS)
         assert report.documents == sum(len(keys) for keys in report.keys)
         assert report.real_tokens == (batch.segment_ids > 0).sum()
         assert report.supervised_tokens == batch.weights.sum()
-        assert report.audio_seconds == pytest.approx(batch.mel_mask.sum() / 100)
+        assert report.audio_seconds == pytest.approx(batch.frame_mask.sum() / 100)
         assert report.capacity_tokens == 3 * 128
         assert report.imbalance >= 1.0
     with pytest.raises(StopIteration):

@@ -314,7 +314,7 @@ def test_a_policys_recordings_are_neither_dithered_nor_masked(folder: Path, tmp_
         Example("t", (Turn("user", (Clip(folder / "audio.tar", 0.0, 0.5),)),), BOTH), 0
     )
     assert isinstance(made, Skipped), "the tar file itself is no recording"
-    plain = np.unique(batch.mels[batch.mel_mask], axis=0)
+    plain = np.unique(batch.features[batch.frame_mask], axis=0)
     assert len(plain) == 50, "the same frames in every epoch and document"
     assert report.documents > 1
 

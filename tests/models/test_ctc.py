@@ -196,7 +196,9 @@ def transcripts_on(context: int) -> tuple[Transcripts, list[np.ndarray]]:
     config = run_config(MeshConfig(context=context))
     mesh, batch = context_mesh(context), pack(config)
     # Audio does not matter here.
-    batch = batch._replace(mels=batch.tokens, mel_mask=batch.tokens, chunk_ids=None, chunk_positions=None)
+    batch = batch._replace(
+        features=batch.tokens, frame_mask=batch.tokens, piece_ids=None, piece_positions=None
+    )
     of_tokens, spec = jax.tree.map(jnp.asarray, batch), PartitionSpec(None, "context")
 
     def rank(batch: Batch) -> Transcripts:

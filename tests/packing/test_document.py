@@ -54,7 +54,7 @@ def slots_of(batch: Batch, layout: ContextLayout) -> dict[str, np.ndarray]:
 def heard(batch: Batch, slots: np.ndarray) -> list[np.ndarray]:
     """The valid mel frames behind each encoder frame."""
     frames = [slice(8 * slot, 8 * slot + 8) for slot in slots]
-    return [batch.mels[0, frame][batch.mel_mask[0, frame]] for frame in frames]
+    return [batch.features[0, frame][batch.frame_mask[0, frame]] for frame in frames]
 
 
 def frames_of(document: Document) -> list[np.ndarray]:
@@ -127,7 +127,7 @@ def test_every_answer_is_what_it_is_alone(context: int, round_to: int, share_pro
         for name, x in row.items():
             assert not (x[~seen] if name != "audio_slots" else x[~seen] + 1).any(), name
         frames = sum(len(c.features) for d in documents for c in d.pieces)
-        assert batch.mel_mask.sum() == frames, "every recording is encoded once"
+        assert batch.frame_mask.sum() == frames, "every recording is encoded once"
 
 
 def test_a_shared_prompt_saves_its_slots():

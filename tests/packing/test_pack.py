@@ -108,12 +108,12 @@ def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
             assert not x[padding].any()
         assert (row.audio_slots[padding] == -1).all()
         slots = row.audio_slots[row.audio_slots >= 0]
-        assert len(set(slots)) == len(slots) == (row.chunk_ids > 0).sum()
+        assert len(set(slots)) == len(slots) == (row.piece_ids > 0).sum()
         assert report.real_tokens == sum(map(len, documents)) == (~padding).sum()
         assert report.supervised_tokens == row.weights.sum()
         frames = sum(len(c.features) for d in documents for c in d.pieces)
-        assert row.mel_mask.sum() == frames == round(report.audio_seconds * 100)
-        assert not row.mels[~row.mel_mask].any()
+        assert row.frame_mask.sum() == frames == round(report.audio_seconds * 100)
+        assert not row.features[~row.frame_mask].any()
 
 
 def check_audio(row, slots, document):
@@ -122,12 +122,12 @@ def check_audio(row, slots, document):
         frames = -(-(len(chunk)) // 8)
         mine, slots = slots[:frames], slots[frames:]
         np.testing.assert_array_equal(mine, mine[0] + np.arange(frames))
-        np.testing.assert_array_equal(row.mels[8 * mine[0] : 8 * mine[0] + len(chunk)], chunk)
+        np.testing.assert_array_equal(row.features[8 * mine[0] : 8 * mine[0] + len(chunk)], chunk)
         valid = np.arange(8 * frames) < len(chunk)
-        np.testing.assert_array_equal(row.mel_mask[8 * mine[0] : 8 * (mine[-1] + 1)], valid)
-        np.testing.assert_array_equal(row.chunk_positions[mine], np.arange(frames))
-        np.testing.assert_array_equal(np.flatnonzero(row.chunk_ids == row.chunk_ids[mine[0]]), mine)
-    numbers = row.chunk_ids[row.chunk_ids > 0]
+        np.testing.assert_array_equal(row.frame_mask[8 * mine[0] : 8 * (mine[-1] + 1)], valid)
+        np.testing.assert_array_equal(row.piece_positions[mine], np.arange(frames))
+        np.testing.assert_array_equal(np.flatnonzero(row.piece_ids == row.piece_ids[mine[0]]), mine)
+    numbers = row.piece_ids[row.piece_ids > 0]
     assert (np.diff(numbers) >= 0).all()
     assert set(numbers) == set(range(1, len(set(numbers)) + 1))
     assert not len(slots)
@@ -139,8 +139,8 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     expected = {
         "tokens": (token, np.int32), "targets": (token, np.int32), "weights": (token, np.float32),
         "segment_ids": (token, np.int32), "positions": (token, np.int32), "audio_slots": (token, np.int32),
-        "mels": ((1, 2048, MELS), np.float32), "mel_mask": ((1, 2048), bool),
-        "chunk_ids": (frame, np.int32), "chunk_positions": (frame, np.int32),
+        "features": ((1, 2048, MELS), np.float32), "frame_mask": ((1, 2048), bool),
+        "piece_ids": (frame, np.int32), "piece_positions": (frame, np.int32),
         "future_tokens": (ahead, np.int32), "future_audio_slots": (ahead, np.int32),
         "future_targets": (ahead, np.int32), "future_weights": (ahead, np.float32),
     }  # fmt: skip
@@ -240,7 +240,7 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     optional = {"document_ids", "prefixes", "embeddings", "draws", "splits", "recording_ids"}
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
-        "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",
+        "audio_slots", "features", "frame_mask", "piece_ids", "piece_positions", "future_audio_slots",
     }  # fmt: skip
     assert with_room.has_audio
     assert not without.has_audio
@@ -297,10 +297,10 @@ def test_what_does_not_fit_is_refused():
     pack(documents, audio_capacity=frames, audio_ranks=2)
     with pytest.raises(ValueError, match=f"take {frames} audio frames, the buffer has {frames - 8}"):
         pack(documents, audio_capacity=frames - 8, audio_ranks=1)
+    short = FastConformer(num_mels=MELS, chunk_seconds=0.07)
     with pytest.raises(
         ValueError, match=f"split over {frames // 8} audio ranks of 8 each; expected at most 8"
     ):
-        short = FastConformer(num_mels=MELS, chunk_seconds=0.07)
         pack(documents, audio_capacity=frames, audio_ranks=frames // 8, front_end=short)
     with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)

@@ -99,7 +99,7 @@ def test_figures_are_those_of_the_rows_packed():
     slots, frames = 160 * len(rows), 640 * len(rows)
     real, heard = (
         sum(int(x.sum()) for x in xs)
-        for xs in zip(*((b.segment_ids > 0, b.mel_mask) for b in batches), strict=True)
+        for xs in zip(*((b.segment_ids > 0, b.frame_mask) for b in batches), strict=True)
     )
     assert outcome.padding == pytest.approx(1 - real / slots)
     assert outcome.audio_padding == pytest.approx(1 - heard / frames)

@@ -203,9 +203,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
         return jax.tree.map(np.asarray, state), metrics
 
     def spoilt(value: float) -> Batch:
-        mels = sound.mels.copy()
-        mels[0, np.flatnonzero(sound.mel_mask[0])[3], 5] = value
-        return sound._replace(mels=mels)
+        mels = sound.features.copy()
+        mels[0, np.flatnonzero(sound.frame_mask[0])[3], 5] = value
+        return sound._replace(features=mels)
 
     with_bad, metrics = run([sound, spoilt(np.nan), spoilt(np.inf), sound])
     without, wanted = run([sound, sound])

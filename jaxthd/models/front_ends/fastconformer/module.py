@@ -160,7 +160,7 @@ class FastConformerEncoder(nnx.Module):
 
         mels_AM: log-mel features in the compute dtype; every clip starts at a multiple of 8 frames.
         mel_mask_A: True on valid frames. Other frames may hold any values.
-        segments: of the E encoder frames, from batch.chunk_ids and chunk_positions; a clip is a document.
+        segments: of the E encoder frames, from batch.piece_ids and piece_positions; a clip is a document.
         train: BatchNorm uses the statistics of all ranks' valid frames if True, else the running statistics.
         axes: the mesh axes over which clips are sharded; () on a single device. Every rank of these axes must
             call this, even without clips.
@@ -175,7 +175,7 @@ class FastConformerEncoder(nnx.Module):
         if len(mels_AM) != SUBSAMPLING * len(segments.ids):
             raise ValueError(
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
-                f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
+                f"expected {SUBSAMPLING} for each: check features against piece_ids"
             )
         neighbours = make_neighbours(segments, self.longest - 1, row_axes, axes)
         x_ED = self._subsampled(mels_AM, mel_mask_A, segments, neighbours)
