@@ -22,16 +22,15 @@ from flax import nnx
 from jax import Array
 
 from jaxthd.__main__ import main as jaxthd
+from jaxthd import Block, Init, PassedSizes, Segments, register_block
 from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
-from jaxthd.config.block import Block, PassedSizes, register_block
 from jaxthd.config.values import DERIVED
 from jaxthd.models.blocks import MLP, Attention, Prefilled
 from jaxthd.models.layers import Linear
 from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.ops.scan.split_documents import outputs_and_states
 from jaxthd.packing.prompts import Now, Prompts
-from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Init, over_tensor
+from jaxthd.parallel.params import over_tensor
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.run.startup import simulate_devices
 from jaxthd.train import train
@@ -84,9 +83,7 @@ class MovingAverageMixer(nnx.Module):
         y_NHP, state_DHP1 = outputs_and_states(self._scanned(x_ND), segments, ends, chunk=self.chunk)
         return Prefilled(self._finish(y_NHP, x_ND), [], [prompts.share(state_DHP1, segments)])
 
-    def step(
-        self, x_nD: Array, fixed: list[Array], state: list[Array], now: Now
-    ) -> tuple[Array, list[Array]]:
+    def step(self, x_nD: Array, fixed: list, state: list, now: Now) -> tuple[Array, list[Array]]:
         inputs, (state_nHP1,) = self._scanned(x_nD), state
         state_nHP1 = jnp.exp(inputs.a)[:, None, None] * state_nHP1 + inputs.x[..., None]
         return self._finish(state_nHP1[..., 0], x_nD), [state_nHP1]
@@ -107,29 +104,13 @@ class MovingAverageMixer(nnx.Module):
 register_block(MovingAverage)
 
 
-LINES = [
-    {"messages": [{"role": "user", "content": f"Count to {n}."}, {"role": "assistant", "content": text}]}
-    for n in range(1, 33)
-    for text in (" ".join(map(str, range(1, n + 1))),)
-]
-"""Texts of 15 to 120 bytes."""
-
-
 def config(manifest: str = "texts.jsonl") -> Config:
     """A model with two such blocks, on 8 devices."""
     blocks = {"A": MovingAverage(), "*": Attention(heads=4, kv_heads=2, head_dim=8), "-": MLP(inner=64)}
+    llm = LLMConfig(pattern="A*-A*-", vocab_size=300, dim=32, blocks=blocks)
     return Config(
-        data=DataConfig(
-            manifest=(manifest,),
-            validation_manifest="",
-            rows=4,
-            capacity=256,
-            max_documents=16,
-            audio_capacity=0,
-        ),
-        model=ModelConfig(
-            encoder=None, llm=LLMConfig(pattern="A*-A*-", vocab_size=300, dim=32, blocks=blocks)
-        ),
+        data=DataConfig(manifest=(manifest,), validation_manifest="", rows=4, capacity=256, max_documents=16),
+        model=ModelConfig(encoder=None, llm=llm),
         mesh=MeshConfig(data=1, context=2, pipeline=2, tensor=2),
         train=TrainConfig(steps=20, warmup_steps=2, learning_rate=1e-2, microbatches=2, trackers=()),
     )
@@ -137,8 +118,7 @@ def config(manifest: str = "texts.jsonl") -> Config:
 
 def log_probs(run: Path, manifest: Path, *settings: str) -> list[float]:
     """What `jaxthd score` gives each token of each document."""
-    out = manifest.with_name("scores.jsonl")
-    out.unlink(missing_ok=True)
+    out = manifest.with_name(f"scores{len(settings)}.jsonl")
     jaxthd(["score", str(run), "--manifest", str(manifest), "--out", str(out), *settings])
     return [x for line in out.read_text().splitlines() for x in json.loads(line)["log_probs"]]
 
@@ -146,7 +126,9 @@ def log_probs(run: Path, manifest: Path, *settings: str) -> list[float]:
 def main(folder: Path) -> None:
     simulate_devices(8)
     manifest, run = folder / "texts.jsonl", folder / "run"
-    manifest.write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    turns = [(f"Count to {n}.", " ".join(map(str, range(1, n + 1)))) for n in range(1, 33)]
+    said = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
+    manifest.write_text("".join(json.dumps({"messages": x}) + "\n" for x in said))
     train(config(str(manifest)), run)
     mesh = {"data": 2, "context": 1, "pipeline": 1, "tensor": 2}
     sizes = [word for axis, size in mesh.items() for word in (f"--mesh.{axis}", f"{size}")]

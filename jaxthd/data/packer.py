@@ -99,7 +99,7 @@ class PackDocuments(Sequence[Any]):
     has reported it. Documents that can never fit are skipped and reported each time they are read: in every
     epoch, and again when a restored iterator reads them once more.
 
-    Grain's own packer fills buffers by tokens and mel frames jointly. Under the layout "whole" documents of
+    Grain's own packer fills buffers by tokens and audio frames jointly. Under the layout "whole" documents of
     some buffers wait, and rows are chosen among these (packing/waiting.py).
 
     The state of a stream is (the packer's state before a buffer, which documents were yielded from there on).

@@ -3,7 +3,7 @@
 It runs inside the step's shard_map, where every array is this rank's shard, or on one device without a mesh.
 
 Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n = N or this tensor rank's part of N
-(compute.sequence_sharded), V vocabulary entries of this rank, A mel frames of a row on this rank,
+(compute.sequence_sharded), V vocabulary entries of this rank, A audio frames of a row on this rank,
 M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim,
 K depths of multi-token prediction that the batch has data for.
 """

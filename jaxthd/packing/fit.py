@@ -102,6 +102,11 @@ class BufferLimits:
         """Outputs of these frames."""
         return self.array_frames // self.unit[0] * self.unit[1]
 
+    @property
+    def seconds(self) -> float:
+        """Seconds of audio that the arrays have room for."""
+        return self.front_end.seconds(self.array_frames) if self.front_end else 0.0
+
     def piece_frames(self, document: Document) -> tuple[int, ...]:
         """Frames of the audio arrays that each piece of a document takes."""
         return tuple(-(-len(piece.features) // self.unit[0]) * self.unit[0] for piece in document.pieces)

@@ -168,7 +168,7 @@ def _reasons(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             f"audio-capacity {data.audio_capacity}",
-            f"pads {chosen.audio_padding:.1%} of mel frames, overhead {chosen.overhead:.1%}; "
+            f"pads {chosen.audio_padding:.1%} of audio frames, overhead {chosen.overhead:.1%}; "
             f"{tight.data.audio_capacity} pads {tight.audio_padding:.1%}, overhead {tight.overhead:.1%}",
         ),
         (

@@ -190,7 +190,7 @@ def with_data(config: Config, **settings: Any) -> Config:
 
 
 def audio_mean(stream: Lengths, config: Config) -> float:
-    """Mean mel frames of the documents that fill a buffer's token slots."""
+    """Mean audio frames of the documents that fill a buffer's token slots."""
     return float(config.data.capacity * stream.frames.sum() / slots_of(stream, config).sum())
 
 

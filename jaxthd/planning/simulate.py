@@ -20,13 +20,13 @@ BALANCED = 100
 """Number of buffers, evenly spaced, whose attention work is computed."""
 
 
-COSTS = "padding|of mel frames|skipped|overhead"
+COSTS = "padding|of audio frames|skipped|overhead"
 
 
 class Outcome(NamedTuple):
     """The result of packing a stream of documents with the settings of `config`.
 
-    buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
+    buffers: lists of documents. padding, audio_padding: shares of token slots and of audio frames.
     skipped: share of documents that fit no buffer.
     overhead: work on padding over work on documents (see jaxthd.planning.search.flops_per_slot).
     placements: of each buffer's documents, in the buffer's order, under the layout "whole"; else [].
@@ -121,15 +121,16 @@ def _outcome(
     frames: int,
     work: tuple[float, float],
 ) -> Outcome:
-    """The outcome of buffers that have `slots` token slots and `frames` mel frames in all."""
+    """The outcome of buffers that have `slots` token slots and `frames` audio frames in all."""
     inside = np.array(list(chain(*buffers)), int)
-    tokens, mels = int(stream.tokens[inside].sum()), float(100 * stream.seconds[inside].sum())
-    useful = work[0] * tokens + work[1] * mels
+    tokens, front_end = int(stream.tokens[inside].sum()), config.model.encoder
+    heard = float(stream.seconds[inside].sum()) / front_end.seconds(1) if front_end else 0.0
+    useful = work[0] * tokens + work[1] * heard
     return Outcome(
         config,
         buffers,
         padding=1 - tokens / max(slots, 1),
-        audio_padding=1 - mels / frames if frames else 0.0,
+        audio_padding=1 - heard / frames if frames else 0.0,
         skipped=0.0,
         overhead=(work[0] * slots + work[1] * frames) / useful - 1 if useful else math.inf,
     )

@@ -36,8 +36,8 @@ def simulate_devices(devices: int) -> bool:
     except RuntimeError:
         if jax.device_count() < devices:
             raise UserError(
-                f"jax has begun in this process with {jax.device_count()} device(s); expected {devices}, as the "
-                "mesh has: begin another process, or call simulate_devices with the most that it needs first"
+                f"jax has begun in this process with {jax.device_count()} device(s); expected {devices}, as "
+                "the mesh has: begin another process, or call simulate_devices first with the most it needs"
             ) from None
         return device_platform() == "cpu"
     # A program of one CPU device runs in the thread that calls it, whose freed memory is kept whatever its
