@@ -21,8 +21,8 @@ import numpy as np
 from flax import nnx
 from jax import Array
 
-from jaxthd.__main__ import main as jaxthd
 from jaxthd import Block, Init, PassedSizes, Segments, register_block
+from jaxthd.__main__ import main as jaxthd
 from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.config.values import DERIVED
 from jaxthd.models.blocks import MLP, Attention, Prefilled

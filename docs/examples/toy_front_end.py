@@ -21,8 +21,8 @@ import soundfile
 from flax import nnx
 from jax import Array
 
-from jaxthd.__main__ import main as jaxthd
 from jaxthd import FrontEnd, Init, Piece, Segments, register_front_end
+from jaxthd.__main__ import main as jaxthd
 from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.config.values import DERIVED
 from jaxthd.models.blocks import MLP, Attention, Mamba2
