@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
-from jaxthd.models.hybrid import Block
+from jaxthd.models.hybrid import Block as DecoderBlock
 from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
@@ -83,7 +83,7 @@ def layer_bytes(
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
-    block = nnx.eval_shape(lambda: Block(kind, llm, Init(jax.random.key(0)), compute))
+    block = nnx.eval_shape(lambda: DecoderBlock(kind, llm, Init(jax.random.key(0)), compute))
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, splits: Any, dy_ND: Any) -> Any:

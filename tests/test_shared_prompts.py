@@ -26,7 +26,7 @@ from tests.alone import parts
 from tests.answers import alone, with_most_split
 from tests.helpers import assert_same, clip_of
 from tests.meshes.gradients import canonical_state
-from tests.meshes.models import MIXED
+from tests.meshes.models import mixed
 from tests.meshes.runs import variants
 from tests.speech_model import CHUNK, MELS, PLACEHOLDER
 from tests.test_exactness import score_packed, score_parts, scorer
@@ -140,7 +140,7 @@ def written_out() -> tuple[float, Any]:
 
 def with_all_blocks(config: Config) -> Config:
     """With the decoder of tests/meshes that has the blocks of all families."""
-    return replace(config, model=replace(config.model, llm=replace(config.model.llm, **MIXED)))
+    return replace(config, model=replace(config.model, llm=mixed(config.model.llm)))
 
 
 RUNS = [

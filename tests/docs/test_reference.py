@@ -57,7 +57,10 @@ def test_every_setting_is_set_by_the_name_that_the_reference_gives():
 def leaves_of(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     for name, hint in get_type_hints(type(node)).items():
         value = getattr(node, name)
-        if is_dataclass(value):
+        if isinstance(value, dict):
+            for letter, block in value.items():
+                yield from leaves_of(block, f"{prefix}{name}.{letter}.")
+        elif is_dataclass(value):
             yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield prefix + name, hint, value

@@ -28,7 +28,7 @@ from jaxthd.models.blocks import (
     MoEMixer,
     RoutedMixer,
 )
-from jaxthd.models.front_ends import FastConformer
+from jaxthd.models.front_ends.fastconformer.module import FastConformerEncoder
 from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.models.hybrid import Block, HybridDecoder
 from jaxthd.models.mtp import MultiTokenPrediction
@@ -139,7 +139,7 @@ def test_clips_packed_equal_each_clip_alone():
         mask_A[SUBSAMPLING * start : SUBSAMPLING * start + length] = True
         start += frames
     with jax.enable_x64(True):
-        encoder = FastConformer(config, nnx.Rngs(0), COMPUTE)
+        encoder = FastConformerEncoder(config, nnx.Rngs(0), COMPUTE)
 
         @nnx.jit
         def run(encoder: FastConformer, mels_AM: Any, mask_A: Any, segments: Segments) -> Any:
