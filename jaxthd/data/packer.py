@@ -3,8 +3,10 @@
 PackDocuments drops into anybody's grain pipeline of Documents:
 
     documents = grain.MapDataset.source(recordings).shuffle(seed=0).map(to_document)  # None: skipped
-    pack = PackDocuments(capacity=8192, audio_capacity=48000, max_documents=64, front_end=FastConformer(),
-    context=2) for rows in documents.pipe(pack).batch(4):
+    pack = PackDocuments(
+        capacity=8192, audio_capacity=48000, max_documents=64, front_end=config.model.encoder, context=2
+    )
+    for rows in documents.pipe(pack).batch(4):
         rows.batch, rows.report
 """
 

@@ -142,7 +142,7 @@ def test_clips_packed_equal_each_clip_alone():
         encoder = FastConformerEncoder(config, nnx.Rngs(0), COMPUTE)
 
         @nnx.jit
-        def run(encoder: FastConformer, mels_AM: Any, mask_A: Any, segments: Segments) -> Any:
+        def run(encoder: FastConformerEncoder, mels_AM: Any, mask_A: Any, segments: Segments) -> Any:
             return encoder(mels_AM, mask_A, segments)[0]
 
         y_ED = run(encoder, mels_AM, mask_A, segments_of(LENGTHS, CAPACITY, block=BLOCK))

@@ -91,7 +91,7 @@ class StackedEncoder(nnx.Module):
         self, config: Stacked, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init = Init.of(init, compute)
-        self.projection = Linear(config.stack * config.num_mels, config.dim, init)
+        self.projection = Linear(config.stack * config.mel_bands, config.dim, init)
         self.input_norm, self.final_norm = LayerNorm(config.dim, init), LayerNorm(config.dim, init)
         self.blocks = stack(lambda init: _Block(config, init), init, config.layers)
         self.longest = config.units(config.longest)

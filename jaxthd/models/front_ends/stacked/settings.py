@@ -31,10 +31,10 @@ class Stacked(FrontEnd):
     divisible = "frames"
     has_bands = True
     longest_setting = "model.encoder.chunk_outputs"
-    feature_settings = ("num_mels", "stack", "chunk_outputs", "context_outputs")
+    feature_settings = ("mel_bands", "stack", "chunk_outputs", "context_outputs")
     read_with_others = ("chunk_outputs", "context_outputs")
     kind: Annotated[Literal["stacked"], DERIVED] = "stacked"
-    num_mels: int = 128
+    mel_bands: int = 128
     """Mel bands of the features."""
     stack: int = 8
     """Mel frames of an output, side by side."""
@@ -61,7 +61,7 @@ class Stacked(FrontEnd):
 
     @property
     def width(self) -> int:
-        return self.num_mels
+        return self.mel_bands
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -86,7 +86,7 @@ class Stacked(FrontEnd):
         self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
     ) -> list[Float32[np.ndarray, "F W"]]:
         amplitude = 0.0 if dither is None else DITHER
-        return [log_mel(samples, self.num_mels, dither=amplitude, rng=dither)]
+        return [log_mel(samples, self.mel_bands, dither=amplitude, rng=dither)]
 
     def build(self, init: Any, compute: ComputeConfig) -> "StackedEncoder":
         from jaxthd.models.front_ends.stacked.module import StackedEncoder
@@ -96,9 +96,9 @@ class Stacked(FrontEnd):
     def faults(self, where: str) -> Iterator[Finding]:
         """Checks the features, and the rotated part of a head."""
         try:
-            mel_filterbank(self.num_mels)
+            mel_filterbank(self.mel_bands)
         except ValueError as error:
-            yield Finding(str(error), "bands wide enough for the spectrum", f"set {where}.num_mels to 128")
+            yield Finding(str(error), "bands wide enough for the spectrum", f"set {where}.mel_bands to 128")
         rotated = int(self.head_dim * self.rope_fraction)
         if rotated % 2 or not 0 < rotated <= self.head_dim or self.rope_theta <= 1:
             yield Finding(
