@@ -99,7 +99,7 @@ class Groups(NamedTuple):
             )
             for number in range(self.groups)
         ]
-        sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 8, "max_documents": self.most_segments}
+        sizes: dict[str, Any] = {"audio_capacity": 0, "max_documents": self.most_segments}
         capacity = self.slots(share_prompts)
         return pack_row(documents, capacity=capacity, **sizes, answers=True, share_prompts=share_prompts)[0]
 

@@ -369,11 +369,11 @@ def _scan(config: Config) -> Works:
 
 PARTS = (
     ("fastconformer/subsampling.py", "", "subsampling"),
-    ("models/encoder_attention.py", "", "encoder attention"),
+    ("fastconformer/attention.py", "", "encoder attention"),
     ("ops/attention/relative.py", "", "encoder attention"),
-    ("models/fastconformer.py", "ConvModule", "encoder convolution"),
-    ("models/fastconformer.py", "FeedForward", "encoder MLP"),
-    ("models/fastconformer.py", "", "encoder"),
+    ("fastconformer/module.py", "ConvModule", "encoder convolution"),
+    ("fastconformer/module.py", "FeedForward", "encoder MLP"),
+    ("models/front_ends/", "", "encoder"),
     ("models/blocks/moe.py", "", "experts"),
     ("models/blocks/mamba2.py", "", "Mamba2"),
     ("models/blocks/mlp.py", "", "MLP"),

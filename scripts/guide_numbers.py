@@ -82,7 +82,7 @@ def packed() -> tuple[Batch, Buffer]:
     settings: dict[str, Any] = {
         "capacity": CAPACITY,
         "audio_capacity": CAPACITY * SUBSAMPLING,
-        "num_mels": 1,
+        "front_end": FastConformer(num_mels=1),
         "max_documents": len(documents),
         "context": RANKS,
     }
