@@ -49,14 +49,14 @@ FRONT_ENDS: dict[str, FrontEnd] = {
 }
 STORED = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
 ADAPT = dict.fromkeys(FRONT_ENDS, AdaptConfig()) | {"fastconformer": STORED}
-"""FastConformer's BatchNorms normalise by stored statistics: those of a microbatch depend on its documents."""
+"""BatchNorms normalise by stored statistics: those of a microbatch depend on its other documents."""
 MESHES = [
     MeshConfig(1, 2, 2, 2),
     pytest.param(MeshConfig(2, 4, 1, 1), marks=pytest.mark.exhaustive),
     pytest.param(MeshConfig(1, 4, 2, 1), marks=pytest.mark.exhaustive),
     pytest.param(MeshConfig(4, 1, 1, 2), marks=pytest.mark.exhaustive),
 ]
-AUDIO, CAPACITY = 192, 96
+AUDIO, CAPACITY = 256, 96
 ROWS = ((0.31, 0.0, 0.07), (0.9, 0.2), (0.0, 0.0), (1.2,), (0.45, 0.33, 0.5), (), (0.05,), (0.0, 0.64))
 """Seconds of each document's recording, row by row; 0: text alone."""
 PLACEHOLDER = VOCAB - 1
