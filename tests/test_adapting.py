@@ -134,7 +134,7 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
     batch, _ = pack_row(
         [document],
         capacity=-(-len(document) // 8) * 8,
-        audio_capacity=document.mel_frames,
+        audio_capacity=config.model.audio_encoder.taken(document.pieces),
         front_end=config.model.audio_encoder,
         max_documents=1,
     )

@@ -113,8 +113,8 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     assert (len(documents), unusable) == (50, 3)
     assert lengths.tokens.tolist() == [len(d) for d in documents]
     assert lengths.frames.tolist() == [d.mel_frames for d in documents]
-    assert lengths.pieces == [list(d.chunk_frames) for d in documents]
-    assert lengths.seconds == pytest.approx([sum(map(len, d.pieces)) / 100 for d in documents])
+    assert lengths.pieces == [[-(-len(x.features) // 8) * 8 for x in d.pieces] for d in documents]
+    assert lengths.seconds == pytest.approx([sum(len(x.features) for x in d.pieces) / 100 for d in documents])
     assert max(map(len, lengths.pieces)) > 4
     whole = {clip for example in examples[:50] for clip in example.clips if clip.duration is None}
     for clip in whole:

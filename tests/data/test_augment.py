@@ -183,7 +183,7 @@ def test_a_speed_that_would_make_a_document_too_large_is_not_applied(folder: Pat
         settings, tokenizer, train=True, augmentation=Augmentation(settings.data.augment)
     )
     examples, _ = read_manifest(folder / "speech.jsonl")
-    seconds = [sum(map(len, documents(example).chunks)) / 100 for example in examples]
+    seconds = [sum(len(x.features) for x in documents(example).pieces) / 100 for example in examples]
     assert seconds == pytest.approx([1.6, 0.9, 1.2, 2.0, 2.8, 1.0], abs=0.03)
 
 
