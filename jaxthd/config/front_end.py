@@ -144,7 +144,7 @@ class FrontEnd:
         """Units that a piece of so many frames takes."""
         return -(-frames // self.unit[0])
 
-    def seconds(self, frames: int | float) -> float:  # noqa: PYI041 - beartype tells them apart
+    def seconds(self, frames: int | float) -> float:
         """Seconds of so many frames."""
         return frames * self.frame_samples / SAMPLE_RATE
 
