@@ -8,7 +8,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import pytest
 import tyro
 
-from jaxthd.config import Config, MeshConfig, ModelConfig, RolloutConfig
+from jaxthd.config import Config, LLMConfig, MeshConfig, ModelConfig, RolloutConfig
+from jaxthd.config.block import block_kinds
 from jaxthd.config.front_end import FrontEnd
 from jaxthd.config.listing import all_groups, groups
 from jaxthd.models.front_ends import FastConformer, Stacked
@@ -41,7 +42,9 @@ def test_every_setting_is_set_by_the_name_that_the_reference_gives(front_end: Fr
     """All settings get a value other than their default, in one command line."""
     names = [setting.option for group in all_groups() for setting in group.settings]
     expected, args = {}, []
-    base = Config(model=ModelConfig(encoder=front_end), rollout=RolloutConfig(mesh=MeshConfig()))
+    blocks = {kind.letter: kind() for kind in block_kinds().values()}
+    llm = LLMConfig(pattern="".join(blocks), blocks=blocks)
+    base = Config(model=ModelConfig(encoder=front_end, llm=llm), rollout=RolloutConfig(mesh=MeshConfig()))
     for path, hint, default in leaves_of(base):
         if path in DERIVED or path.endswith(".kind"):
             expected[path] = default
