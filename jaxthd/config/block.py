@@ -158,7 +158,7 @@ class Blocks(dict[str, Block]):
     def __hash__(self) -> int:  # type: ignore[override]
         return hash(frozenset(self.items()))
 
-    def __reduce__(self) -> tuple[type["Blocks"], tuple[dict[str, Block]]]:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are made at once: those of a dict set its items."""
         return Blocks, (dict(self),)
 

@@ -15,7 +15,7 @@ from jaxthd.config import BlockSizes, Config, DataConfig, EncoderConfig, LLMConf
 from jaxthd.config.block import Blocks, usual_blocks
 from jaxthd.data.packer import pack_documents
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import AudioPiece, Document
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, findings, rules, training, validate
 from jaxthd.validate.values import faulty_values, leaves
@@ -243,7 +243,7 @@ CASES = [
     Case({"data.audio_placeholder": "<audio>"}, "write <audio> once in data.prompt"),
     Case(
         {"data.spec_augment.freq": (1, 80)},
-        "data.spec_augment.freq is (1, 80) with 80 mel bands",
+        "data.spec_augment.freq is (1, 80) with 80 bands",
     ),
     Case(
         {"data.spec_augment.time": (1, 1.0)},
@@ -257,7 +257,7 @@ CASES = [
     # The model.
     Case({"model.encoder.num_mels": 4}, "set model.encoder.num_mels to 8"),
     Case({"model.encoder.num_mels": 84}, "set model.encoder.num_mels to 80 or 88"),
-    Case({"model.encoder.num_mels": 200}, "num_mels=200 leaves bands [0, 25, 50] without a bin"),
+    Case({"model.encoder.num_mels": 200}, "200 mel bands leave bands [0, 25, 50] without a bin"),
     Case({"model.encoder.dim": 130}, "set model.encoder.dim to 128 or 132"),
     Case(
         {"model.encoder.dim": 135, "model.encoder.heads": 5},
@@ -792,9 +792,9 @@ def test_the_validator_warns_of_exactly_the_audio_capacities_without_room_for_a_
 ) -> None:
     """Whatever the mesh: a document of one longest chunk is packed, or there was a warning."""
     encoder = EncoderConfig(num_mels=8, chunk_seconds=seconds)
-    n = -(-(encoder.chunk_frames) // 8)
-    chunk, flags = np.zeros((encoder.chunk_frames, 8), np.float32), np.ones(n, bool)
-    document = Document("a", np.zeros(n, np.int32), flags, ~flags, (chunk,))
+    n = encoder.units(encoder.longest)
+    piece, flags = AudioPiece(np.zeros((encoder.longest, 8), np.float32), 0, n), np.ones(n, bool)
+    document = Document("a", np.zeros(n, np.int32), flags, ~flags, (piece,))
     for frames in range(8, 3 * 144 + 16, 8):
         data = DataConfig(capacity=96, audio_capacity=frames, max_documents=3)
         config = Config(mesh=MeshConfig(context=context), data=data, model=ModelConfig(encoder=encoder))
