@@ -50,14 +50,14 @@ def _patterns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"{letters}, the blocks of one depth; pipeline stages do not divide it",
             'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" means none',
         )
-    unused = sorted(set(llm.blocks) - set(llm.kinds))
+    odd = sorted(x for x in llm.blocks if len(x) != 1 or x in "|.=" or x.isspace())
+    unused = sorted(set(llm.blocks) - set(llm.kinds) - set(odd))
     if unused:
         yield Finding(
             f"model.llm.blocks has {', '.join(unused)}, which no block of model.llm.pattern is",
             f"settings of the blocks that it has, {', '.join(llm.kinds)}",
             "leave them out, or correct model.llm.pattern",
         )
-    odd = sorted(x for x in llm.blocks if len(x) != 1 or x in "|.=" or x.isspace())
     if odd:
         yield Finding(
             f"model.llm.blocks has {', '.join(map(repr, odd))}",
