@@ -157,7 +157,8 @@ def attention(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) ->
     for case, lengths in cases.items():
         given = attention_inputs(lengths, shape)
         pairs = sum(n * (n + 1) / 2 for n in lengths)
-        for name, both in product(admitted, (False, True)):
+        of_case = replace(shape, tokens=sum(lengths), documents=len(lengths))
+        for name, both in product(fitting(admitted, of_case, case), (False, True)):
             slow = name == "xla"  # a loop over blocks, thousands in long documents
             call = partial(jax_call(name, both), *given)
             try:
@@ -187,6 +188,16 @@ def backends(shape: AttentionShape) -> Iterator[str]:
         refusal = admit(kernel, this_machine()).refusal
         print(f"{kernel.name}: {f'not run, {refusal}' if refusal else 'admitted'}", flush=True)
         if refusal is None:
+            yield kernel.name
+
+
+def fitting(names: Sequence[str], shape: AttentionShape, case: str) -> Iterator[str]:
+    """Those of the back-ends that can compute so many tokens and documents; prints why others cannot."""
+    for kernel in attention_kernels(shape):
+        refusal = kernel.unfit(this_machine())
+        if kernel.name in names and refusal:
+            print(f"{kernel.name}, {case}: not run, {refusal}", flush=True)
+        elif kernel.name in names:
             yield kernel.name
 
 
