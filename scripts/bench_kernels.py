@@ -158,7 +158,11 @@ def attention(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) ->
         given = attention_inputs(lengths, shape)
         pairs = sum(n * (n + 1) / 2 for n in lengths)
         of_case = replace(shape, tokens=sum(lengths), documents=len(lengths))
-        for name, both in product(fitting(admitted, of_case, case), (False, True)):
+        unfit = {k.name: k.unfit(this_machine()) for k in attention_kernels(of_case) if k.name in admitted}
+        for name, both in product(admitted, (False, True)):
+            if unfit[name]:
+                print(f"{name}, {case}: not run, {unfit[name]}", flush=True)
+                continue
             slow = name == "xla"  # a loop over blocks, thousands in long documents
             call = partial(jax_call(name, both), *given)
             try:
@@ -188,16 +192,6 @@ def backends(shape: AttentionShape) -> Iterator[str]:
         refusal = admit(kernel, this_machine()).refusal
         print(f"{kernel.name}: {f'not run, {refusal}' if refusal else 'admitted'}", flush=True)
         if refusal is None:
-            yield kernel.name
-
-
-def fitting(names: Sequence[str], shape: AttentionShape, case: str) -> Iterator[str]:
-    """Those of the back-ends that can compute so many tokens and documents; prints why others cannot."""
-    for kernel in attention_kernels(shape):
-        refusal = kernel.unfit(this_machine())
-        if kernel.name in names and refusal:
-            print(f"{kernel.name}, {case}: not run, {refusal}", flush=True)
-        elif kernel.name in names:
             yield kernel.name
 
 
