@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.command == "import":
         config = import_weights(options.sources, options.out, adapter_dim=options.adapter_dim)
         llm, encoder = config.model.llm, config.model.encoder
-        audio = f"encoder {encoder.layers} x {encoder.dim}" if encoder else "no encoder"
+        audio = f"{encoder.title} of dim {encoder.dim}" if encoder else "no encoder"
         rank = config.adapt.lora_rank
         audio += f"; LoRA of rank {rank} on {', '.join(config.adapt.lora_targets)}" if rank else ""
         print(f"{options.out}: {llm.letters}, dim {llm.dim}; {audio}")

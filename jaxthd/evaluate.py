@@ -235,8 +235,10 @@ def _draw_gallery(results: Sequence[SetResult], data: SpeechData, most: int, pat
         example = next(e for e in data.validation_examples(name) if e.key == key)
         made = data.validation_document(example)
         title = f"{name}  {key}   WER {words.wrong} / {words.total} = {words.rate:.0%}"
-        chunks = made.chunks if isinstance(made, Document) else ()
-        cases.append(Case(title, chunks, document.reference, document.hypothesis))
+        pieces = made.pieces if isinstance(made, Document) else ()
+        cases.append(
+            Case(title, [piece.features for piece in pieces], document.reference, document.hypothesis)
+        )
     if cases:
         draw_gallery(cases, path)
 

@@ -13,10 +13,11 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.files.run_folder import write_config
-from jaxthd.models.mixers import MoE
+from jaxthd.models.blocks import MoEMixer
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import AudioPiece, Document
 from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
@@ -53,6 +54,11 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     return [slice(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
 
 
+def clip_of(chunks: Sequence[np.ndarray]) -> list[AudioPiece]:
+    """A recording whose encoder chunks have these features: a token for each eight frames."""
+    return [AudioPiece(x, 0, -(-len(x) // 8), begins=not number) for number, x in enumerate(chunks)]
+
+
 def batch_of(lengths: Sequence[int], context: int) -> Batch:
     """A row of documents with those numbers of text tokens, all supervised. Every other document begins with
     a clip of as many encoder frames; 16 mel bands.
@@ -63,8 +69,13 @@ def batch_of(lengths: Sequence[int], context: int) -> Batch:
         clips = [[rng.normal(size=(8 * n, 16)).astype(np.float32)]] if i % 2 == 0 else []
         tokens = [*[3] * len(clips), *rng.integers(4, 260, n).tolist()]
         supervised = [False] * len(clips) + [True] * n
-        documents.append(Document.splice(str(i), tokens, supervised, clips, 3))
-    sizes: dict[str, Any] = {"capacity": 128, "audio_capacity": 512, "num_mels": 16, "max_documents": 8}
+        documents.append(Document.splice(str(i), tokens, supervised, [clip_of(clip) for clip in clips], 3))
+    sizes: dict[str, Any] = {
+        "capacity": 128,
+        "audio_capacity": 512,
+        "front_end": FastConformer(num_mels=16),
+        "max_documents": 8,
+    }
     return pack_row(documents, **sizes, context=context, audio_ranks=context)[0]
 
 
@@ -168,20 +179,21 @@ def top_k_margins() -> Iterator[list[float]]:
     """Yields a list to which every run of an MoE layer in programs traced inside appends its smallest top-k
     margin: the least gap, over real tokens, between the biased scores of the last chosen and the first other
     expert."""
-    original, margins = MoE._experts, []
+    original, margins = MoEMixer._experts, []
 
-    def experts(self: MoE, x: Any, routed: Any) -> Any:
+    def experts(self: MoEMixer, x: Any, routed: Any) -> Any:
+        assert self.correction_bias is not None
         scores = jax.nn.sigmoid(self.router(x)) + self.correction_bias[...]
         ranked = -jnp.sort(-scores, axis=-1)
         gap = ranked[:, self.per_token - 1] - ranked[:, self.per_token]
         jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(routed, gap, jnp.inf).min())
         return original(self, x, routed)
 
-    MoE._experts = experts  # type: ignore[method-assign, assignment]
+    MoEMixer._experts = experts  # type: ignore[method-assign, assignment]
     try:
         yield margins
     finally:
-        MoE._experts = original  # type: ignore[method-assign]
+        MoEMixer._experts = original  # type: ignore[method-assign]
 
 
 def assert_same(got: Any, want: Any, tolerance: float) -> None:

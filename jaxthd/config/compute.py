@@ -27,8 +27,8 @@ class BlockSizes:
     fit go with the next send."""
     scan: int = 64
     """Tokens of a scan chunk of Mamba2 and of the gated delta rule."""
-    subsampling: int = 128
-    """Encoder frames (80 ms) that the subsampling works on at a time."""
+    front_end: int = 128
+    """Outputs of a front end's convolutions that are computed at a time."""
 
 
 SMALL_BLOCKS = BlockSizes()
@@ -85,9 +85,9 @@ class ComputeConfig:
     """Activations that the backward pass computes again, instead of keeping them since the forward pass.
     "none": all are kept. "selective": those that are cheap; results of matrix products, of attention and of
     scans are kept. "layers": those inside a layer; its input is kept. "full": those inside a repeat of the
-    decoder's pattern, inside a block of the encoder and inside its subsampling. "auto": jaxthd train takes
-    the first of none, selective and full whose compiled step fits into the devices' memory; other commands
-    take full."""
+    decoder's pattern, inside a block of the encoder and inside what is before its blocks. "auto": jaxthd
+    train takes the first of none, selective and full whose compiled step fits into the devices' memory; other
+    commands take full."""
     unroll_layers: bool = False
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA

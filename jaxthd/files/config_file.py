@@ -77,14 +77,15 @@ def _removed_accepted(path: Path) -> Iterator[None]:
         """The constructor of the settings in `group`, which takes removed fields too."""
 
         def accept(self: Any, *args: Any, **given: Any) -> None:
+            names = [field.name for field in dataclasses.fields(self)]
+            given = dict(zip(names, args, strict=False)) | given
             fields, notes = renewed(group, given)
             for note in notes:
                 warn_once(str(path), note)
             hints = get_type_hints(kind_at(group))
-            inner = {
-                name: dataclass_in(hints[name])(**x) for name, x in fields.items() if isinstance(x, dict)
-            }
-            init(self, *args, **fields | inner)
+            groups = {name: dataclass_in(hints[name]) for name, x in fields.items() if isinstance(x, dict)}
+            inner = {name: kind(**fields[name]) for name, kind in groups.items() if kind}
+            init(self, *args[len(names) :], **fields | inner)
 
         return accept
 

@@ -4,11 +4,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxthd.config import EncoderConfig, ModelConfig
+from jaxthd.config import ModelConfig
+from jaxthd.errors import UserError
 from jaxthd.hf.decoder import ATTENTION
 from jaxthd.hf.family import ENCODER, Family, Field, Settings, read_settings, updated, write_settings
 from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.names import Arrays, Below, Shape, Table, Tensor, matrix, tensors
+from jaxthd.models.front_ends import FastConformer
 
 _EXPECTED = {
     "hidden_act": "silu",
@@ -64,14 +66,30 @@ _BLOCK: Table = {
 }
 
 
-def encoder_config(fields: Fields, encoder: EncoderConfig, where: str = "config.json") -> EncoderConfig:
-    """`encoder` with the checkpoint's settings; absent ones are the library's defaults."""
+def encoder_config(fields: Fields, model: ModelConfig, where: str = "config.json") -> FastConformer:
+    """The model's encoder with the checkpoint's settings; absent ones are the library's defaults."""
     must_be(fields, _EXPECTED, where)
-    return updated(encoder, read_settings(fields, _SIZES))
+    return updated(base_encoder(model), read_settings(fields, _SIZES))
 
 
-def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
+def base_encoder(model: ModelConfig) -> FastConformer:
+    """The model's encoder where it is a FastConformer, else one with its default settings."""
+    return model.encoder if isinstance(model.encoder, FastConformer) else FastConformer()
+
+
+def own_encoder(model: ModelConfig) -> FastConformer:
+    """The encoder of a model to export. Raises UserError for another front end, and for none."""
+    encoder = model.audio_encoder
+    if not isinstance(encoder, FastConformer):
+        raise UserError(
+            f"model.encoder is {encoder.title}; expected a FastConformer for this format: choose another"
+        )
+    return encoder
+
+
+def encoder_fields(model: ModelConfig) -> dict[str, Any]:
     """config.json of an export."""
+    encoder = own_encoder(model)
     return {
         "architectures": ["ParakeetEncoder"],
         "model_type": "parakeet_encoder",
@@ -80,10 +98,9 @@ def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
     }
 
 
-def encoder_tensors(
-    encoder: EncoderConfig, shapes: Mapping[str, Shape], theirs: str = ""
-) -> Iterator[Tensor]:
+def encoder_tensors(model: ModelConfig, shapes: Mapping[str, Shape], theirs: str = "") -> Iterator[Tensor]:
     """The tensors of our arrays below "encoder.". theirs: what their names have in front."""
+    encoder = own_encoder(model)
     # The library flattens (channels, bands), jaxthd (bands, channels).
     view = (encoder.dim, encoder.subsampling_channels, encoder.num_mels // 8)
     flattened = Arrays(("out.w",), view, order=(2, 1, 0), tail=(view[1] * view[2],))
@@ -109,7 +126,7 @@ def encoder_tensors(
 def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
     """A recogniser's config.json has the encoder's settings under encoder_config."""
     own = fields if _is_alone(fields) else required(fields, "encoder_config")
-    return replace(model, encoder=encoder_config(own, model.encoder or EncoderConfig()))
+    return replace(model, encoder=encoder_config(own, model))
 
 
 def _is_alone(fields: Fields) -> bool:
@@ -123,9 +140,9 @@ FAMILY = Family(
     model_types=("parakeet_encoder", "parakeet_ctc", "parakeet_tdt", "parakeet_rnnt"),
     covers=ENCODER,
     configure=_configure,
-    fields=lambda model: encoder_fields(model.audio_encoder),
+    fields=encoder_fields,
     tensors=lambda model, fields, shapes: encoder_tensors(
-        model.audio_encoder, shapes, "" if _is_alone(fields) else "encoder."
+        model, shapes, "" if _is_alone(fields) else "encoder."
     ),
     ignored=("ctc_head.*", "decoder.*", "joint.*", "encoder_projector.*"),
 )

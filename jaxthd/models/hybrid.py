@@ -20,8 +20,8 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models import dropout
+from jaxthd.models.blocks import Prefilled, RoutedMixer, Routing
 from jaxthd.models.layers import RMSNorm
-from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
@@ -54,10 +54,7 @@ def repeated_units(pattern: str) -> list[tuple[str, int]]:
 
 
 class Block(nnx.Module):
-    """x + mixer(RMSNorm(x)). letter: the kind of mixer, as in model.llm.pattern.
-
-    Raises ValueError for an unknown letter.
-    """
+    """x + mixer(RMSNorm(x)). letter: of the block, as in model.llm.pattern."""
 
     def __init__(
         self,
@@ -69,7 +66,7 @@ class Block(nnx.Module):
         init = Init.of(init, compute)
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
-        self.mixer = layer_kind(letter).mixer(llm, init, compute)
+        self.mixer = llm.blocks[letter].build(llm, init, compute)
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments
@@ -124,10 +121,10 @@ class HybridLayers(nnx.Module):
         axes = (PIPELINE,) if stages.ranks > 1 else ()
         self.layers = nnx.Dict(
             {
-                layer_kind(letter).name: stack(
+                name: stack(
                     partial(Block, letter, llm, compute=compute), init, stages.rows(letter), axes=axes
                 )
-                for letter in sorted(set(stages.letters))
+                for letter, name in stages.used_stacks
             }
         )
         self.stages = stages
@@ -173,8 +170,8 @@ class HybridLayers(nnx.Module):
         this stage's.
         """
         stacks = {}
-        for letter in sorted(set(self.stages.letters)):
-            variables = nnx.state(self.layers[layer_kind(letter).name])
+        for letter, name in self.stages.used_stacks:
+            variables = nnx.state(self.layers[name])
             numbers = None if dropout.current() is None else self._numbers(letter, chunk)
             stack_of = _Layers(self._of_chunk(letter, chunk, variables), cache and cache[letter], numbers)
             stacks[letter] = stack_of
@@ -182,8 +179,8 @@ class HybridLayers(nnx.Module):
 
     def rows_of(self, pattern: str, chunk: Array | int, of_kinds: dict[str, Any]) -> list[dict[str, Any]]:
         """Trees of stacked arrays, by the layers' names in self.layers."""
-        names = {letter: layer_kind(letter).name for letter in set(self.stages.letters)}
-        stacks = {letter: self._of_chunk(letter, chunk, of_kinds[name]) for letter, name in names.items()}
+        used = self.stages.used_stacks
+        stacks = {letter: self._of_chunk(letter, chunk, of_kinds[name]) for letter, name in used}
         return _by_unit(pattern, stacks)
 
     def prefill(
@@ -236,7 +233,7 @@ class HybridLayers(nnx.Module):
 
         Both cache and the layers' results are stacked by letter and padded to Stages.most.
         """
-        kinds = {letter: self.layers[layer_kind(letter).name] for letter in sorted(set(self.stages.letters))}
+        kinds = {letter: self.layers[name] for letter, name in self.stages.used_stacks}
         graphs = {letter: nnx.graphdef(kind) for letter, kind in kinds.items()}
         results: dict[str, list[Any]] = {letter: [] for letter in kinds}
         for (unit, _), of_unit in zip(repeated_units(pattern), layers, strict=True):
@@ -366,7 +363,7 @@ class HybridDecoder(HybridLayers):
         stages: Stages | None = None,
     ) -> None:
         init = Init.of(init, compute)
-        super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
+        super().__init__(llm, init, stages or Stages((llm.letters,), 1, llm.stacks), compute)
         if len(self.stages.patterns) > 1:
             self.keeps_views = False
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)

@@ -26,18 +26,19 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True)
 class Stages:
-    """The patterns of all stages, in order. Stage s is pipeline chunk s // ranks of rank s % ranks."""
+    """The patterns of all stages, in order. Stage s is pipeline chunk s // ranks of rank s % ranks.
+
+    stacks: (letter, name of the stack of its layers in the tree of modules), of each letter.
+    """
 
     patterns: tuple[str, ...]
     ranks: int
+    stacks: tuple[tuple[str, str], ...]
 
     @classmethod
-    def single(cls, letters: str) -> "Stages":
-        """One stage of all layers, on one rank."""
-        return cls((letters,), 1)
-
-    @classmethod
-    def of(cls, pattern: str, mesh: MeshConfig, cost: Callable[[str], float]) -> "Stages":
+    def of(
+        cls, pattern: str, mesh: MeshConfig, cost: Callable[[str], float], stacks: tuple[tuple[str, str], ...]
+    ) -> "Stages":
         """Divides a pattern into stages at its marks (|); without marks, by the layers' cost.
 
         cost: the cost of a layer with a given letter, in any unit.
@@ -46,7 +47,7 @@ class Stages:
         """
         count, letters = mesh.pipeline * mesh.stages_per_rank, pattern.replace("|", "")
         if count == 1:
-            return cls.single(letters)
+            return cls((letters,), 1, stacks)
         marked = tuple(pattern.split("|"))
         if len(marked) > 1:
             if len(marked) != count or not all(marked):
@@ -54,15 +55,30 @@ class Stages:
                     f"model.llm.pattern is divided into {len(marked)} stages, mesh.pipeline {mesh.pipeline} "
                     f"and mesh.stages_per_rank {mesh.stages_per_rank} make {count}"
                 )
-            return cls(marked, mesh.pipeline)
+            return cls(marked, mesh.pipeline, stacks)
         if len(letters) < count:
             raise ValueError(f"{len(letters)} layers cannot be divided into {count} stages")
-        return cls(divide(letters, [cost(letter) for letter in letters], count), mesh.pipeline)
+        return cls(divide(letters, [cost(letter) for letter in letters], count), mesh.pipeline, stacks)
 
     @property
     def letters(self) -> str:
         """The letters of all layers, in order."""
         return "".join(self.patterns)
+
+    @property
+    def used_stacks(self) -> list[tuple[str, str]]:
+        """(letter, name) of the stacks that these stages have layers of, by letter."""
+        return [(letter, name) for letter, name in self.stacks if letter in self.letters]
+
+    def letter_of(self, path: tuple[Any, ...]) -> str | None:
+        """The letter of the stack of layers that an array belongs to; None for one of no stack that a
+        pipeline divides. path: jax's, in a tree with the names of the module tree.
+        """
+        names = [str(getattr(key, "key", "")) for key in path]
+        if "layers" not in names or "mtp" in names:  # all ranks hold the mtp layers whole
+            return None
+        stack = names[names.index("layers") + 1]
+        return next(letter for letter, name in self.stacks if name == stack)
 
     @property
     def chunks(self) -> int:

@@ -3,6 +3,7 @@
 import argparse
 import ast
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
@@ -13,8 +14,9 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.config.listing import all_groups, group_names, kind_at
+from jaxthd.config.listing import all_groups, group_names, kind_at, path_of, value_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
+from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
@@ -160,18 +162,17 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[li
     settings of type bool: those are the forms that tyro reads. And the dotted names of the settings that the
     words set. Ends the process for another value.
     """
-    known = {x.path: x.types == ("bool",) for group in all_groups() for x in group.settings}
+    known = {of_any_block(x.path): x.types == ("bool",) for group in all_groups() for x in group.settings}
     flags, given, rest = list[str](), dict[str, None](), list(words)
     while rest:
         word = rest.pop(0)
         name, has_value, value = word.partition("=")
-        option = f"--{name.removeprefix('--').replace('_', '-')}"
+        option = f"--{path_of(name).replace('_', '-')}"
         group, _, last = option.rpartition(".")
-        setting = last.removeprefix("no-").replace("-", "_")
-        path = f"{group.removeprefix('--').replace('-', '_')}.{setting}"
-        if name.startswith("--") and path in known:
+        path = path_of(f"{group}.{last.removeprefix('no-')}")
+        if name.startswith("--") and of_any_block(path) in known:
             given[path] = None
-        if not name.startswith("--") or not known.get(path) or last.startswith("no-"):
+        if not name.startswith("--") or not known.get(of_any_block(path)) or last.startswith("no-"):
             flags.append(word)
             continue
         if not has_value and rest and not rest[0].startswith("--"):
@@ -182,6 +183,11 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[li
             )
         flags.append(f"{group}.no-{last}" if value.lower() == "false" else option)
     return flags, tuple(given)
+
+
+def of_any_block(path: str) -> str:
+    """The path of a setting, without the letter of its block: any block may have any letter."""
+    return re.sub(r"^(model\.llm\.blocks)\.[^.]+", r"\1", path)
 
 
 def _without_removed(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -226,15 +232,8 @@ def _with_removed(config: Config, removed: Mapping[str, Mapping[str, Any]]) -> t
         new = {name: value for name, value in present.items() if value != before[name]}
         names += [f"{group}.{name}" for name in new]
         for name, value in new.items():
-            value = replace(before[name], **value) if isinstance(value, dict) else value
-            config = _with(config, f"{group}.{name}", value)
+            config = with_value(config, f"{group}.{name}", value)
     return config, names
-
-
-def _with(settings: Any, path: str, value: Any) -> Any:
-    """Settings with the value at a dotted path."""
-    name, _, rest = path.partition(".")
-    return replace(settings, **{name: _with(getattr(settings, name), rest, value) if rest else value})
 
 
 def _with_mesh_of_rollouts(config: Config, overrides: Sequence[str]) -> Config:
@@ -296,7 +295,7 @@ def _as_helped(config: Config, names: Collection[str]) -> Any:
     for group in all_groups():
         if group.path.partition(".")[0] not in names:
             continue
-        values = attrgetter(group.path)(config) or kind_at(group.path)()  # defaults where there is none
+        values = value_at(config, group.path) or kind_at(group.path)()  # defaults where there is none
         settings: list[tuple[str, Any, Any]] = []
         for each in group.settings:
             text = each.text + (f" ({each.bounds})" if each.bounds else "")

@@ -66,7 +66,7 @@ def misnames(example: Example, epoch: int) -> Any:
 def not_finite(example: Example, epoch: int) -> Any:
     made = LOAD(example, epoch)
     assert not isinstance(made, Skipped)
-    return replace(made, chunks=tuple(np.full_like(chunk, np.nan) for chunk in made.chunks))
+    return replace(made, chunks=tuple(np.full_like(chunk, np.nan) for chunk in made.pieces))
 
 
 @pytest.mark.parametrize(

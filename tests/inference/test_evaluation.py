@@ -8,6 +8,7 @@ import pytest
 from jaxthd.config import DataConfig
 from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, word_error_rate
 from jaxthd.inference.validation import validation_metrics
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from tests.speech_model import MELS, Spec, document
@@ -66,7 +67,7 @@ def test_a_documents_seconds_are_those_of_its_frames(ranks: int):
         documents,
         capacity=64,
         audio_capacity=256,
-        num_mels=MELS,
+        front_end=FastConformer(num_mels=MELS),
         max_documents=8,
         context=ranks,
         audio_ranks=ranks,

@@ -14,7 +14,8 @@ import soxr
 from jaxtyping import Float32
 
 from jaxthd.config import AugmentConfig
-from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
+from jaxthd.config.front_end import SAMPLE_RATE
+from jaxthd.data.audio.features import document_rng
 from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, load_audio
 from jaxthd.data.example import Clip
 

@@ -110,7 +110,12 @@ def by_scan_chunk(x: Array, context_chunks: int, chunk: int) -> Array:
 
 
 def in_whole_chunks(x: Array, context_chunks: int, chunk: int) -> Array:
-    """x [N, ...] with zeros behind each context chunk, up to whole scan chunks."""
+    """x [N, ...] with zeros behind each context chunk, up to whole scan chunks; else x itself.
+
+    The backward pass would keep a reshaped x beside x: 2.4 GiB in a step of hybrid-4b on H100s.
+    """
+    if len(x) // context_chunks % chunk == 0:
+        return x
     x = x.reshape(context_chunks, len(x) // context_chunks, *x.shape[1:])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
     return x.reshape(-1, *x.shape[2:])
