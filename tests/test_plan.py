@@ -235,12 +235,12 @@ def test_a_long_tail_of_documents_a_buffer_is_bounded_where_that_is_cheap():
 
 
 def test_the_report_prices_documents_in_cudnns_workspace():
-    """Heads x tokens x dims of a rank, 4 bytes, once for each document and once for padding."""
+    """Heads x tokens x dims of a rank, 8 bytes, once for each document and once for padding."""
     made = make_plan(random_lengths(300), replace(CONFIG, mesh=MeshConfig(context=2, tensor=2)), 200)
     lines = [line.split() for line in describe_plan(made).splitlines()]
     for outcome in made.by_maximum:
         data = outcome.data
-        expected = size_text(4 * (data.max_documents + 1) * 2 * (data.rows * data.capacity // 2) * 32)
+        expected = size_text(8 * (data.max_documents + 1) * 2 * (data.rows * data.capacity // 2) * 32)
         row = next(words for words in lines if words[:1] == [str(data.max_documents)] and words[1][-1] == "%")
         assert " ".join(row).endswith(expected)
     without = replace(CONFIG, model=replace(MODEL, llm=replace(MODEL.llm, pattern="M-")))

@@ -68,19 +68,18 @@ class ComputeConfig:
     encoder's attention and Mamba2's scan either, which else have their own on GPUs where they are admitted.
     "te": Transformer Engine's fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and
     bfloat16. "pallas": kernels of our own, for windows, shared prompts and decoding too.
-    All are for NVIDIA GPUs, and a measurement as the run starts must admit them; none has run on one yet.
-    "auto": on GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd
-    doctor."""
+    All are for NVIDIA GPUs, and a measurement as the run starts must admit them. "auto": on
+    GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd doctor."""
     encoder_attention: Annotated[Literal["auto", "blocks", "pallas"], DERIVED] = "auto"
     """The form of the encoder's attention. "blocks": a block after the other, and none without an allowed
     pair; dense in rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must
-    admit them. On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": pallas on
-    GPUs where it is admitted, else blocks."""
+    admit them. On a CPU they are interpreted, for tests. "auto": pallas on GPUs where it is admitted, else
+    blocks."""
     scan_backend: Annotated[str, DERIVED] = "auto"
     """The back-end of Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
-    the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a
-    GPU. "auto": on GPUs "pallas" where it is admitted, else "xla"."""
+    the run starts must admit them. On a CPU they are interpreted, for tests. "auto": on GPUs
+    "pallas" where it is admitted, else "xla"."""
     remat: Literal["auto", "none", "selective", "layers", "full"] = "auto"
     """Activations that the backward pass computes again, instead of keeping them since the forward pass.
     "none": all are kept. "selective": those that are cheap; results of matrix products, of attention and of

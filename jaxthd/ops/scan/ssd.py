@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxthd.ops.backend import RAN_ON_CPU
+from jaxthd.ops.backend import RAN_ON_CPU, RAN_ON_GPU
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs
 from jaxthd.ops.scan.decays import Decays, decays_of
@@ -36,7 +36,7 @@ def ssd(inputs: ScanInputs, segments: Segments, *, chunk: int) -> Float[Array, "
     return ssd_and_states(inputs, segments, jnp.zeros(0, jnp.int32), chunk=chunk)[0]
 
 
-BACKEND = ScanBackend("xla", lambda shape, machine: None, ssd, f"{RAN_ON_CPU}; not yet run on a GPU")
+BACKEND = ScanBackend("xla", lambda shape, machine: None, ssd, f"{RAN_ON_CPU}; {RAN_ON_GPU}")
 
 
 def ssd_and_states(
