@@ -54,7 +54,8 @@ class Carried(FrontEnd):
         for begin in range(0, frames, self.owned):
             end = min(begin + self.owned, frames)
             first, stop = max(begin - LEFT, 0), min(end + RIGHT, frames)
-            found.append(Piece(0, first, stop - first, begin - first, math.isqrt(end - begin - 1) + 1))
+            own = end - begin
+            found.append(Piece(0, first, stop - first, begin - first, math.isqrt(own - 1) + 1, own))
         return found
 
     def features(self, samples: np.ndarray, dither: np.random.Generator | None) -> list[np.ndarray]:

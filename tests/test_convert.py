@@ -21,10 +21,10 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import write_config
+from jaxthd.files.tensor_names import ArraySlice
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.family import TokenIds
 from jaxthd.hf.generation_config import added_end_tokens, write_generation_config
-from jaxthd.hf.names import ArraySlice
 from jaxthd.hf.registry import FAMILIES, FORMATS
 from jaxthd.models.blocks import Router
 from jaxthd.parallel.mesh import make_mesh

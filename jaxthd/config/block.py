@@ -6,17 +6,14 @@ class anywhere that is registered with register_block (docs/extending.md).
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
 
 from jaxthd.config.findings import Finding, divisors, multiples
+from jaxthd.config.kinds import Kinds
+from jaxthd.files.tensor_names import Table
 
 if TYPE_CHECKING:
     from jaxthd.config.model import LLMConfig
-
-BUILT_IN = "jaxthd.models.blocks"
-"""The package that registers the kinds of jaxthd itself. Settings are below models: it is imported by
-name."""
 
 
 class AttentionSizes(NamedTuple):
@@ -144,6 +141,11 @@ class Block:
         """Its state-space scan on one of so many tensor ranks, if it has any."""
         return None
 
+    def tensors(self) -> Table:
+        """The usual names of its module's tensors in checkpoints, which families may have otherwise; {}: no
+        family has it."""
+        return {}
+
     def parameters(self, name: str) -> tuple[str, float]:
         """(the label of the group of one of its module's parameters, the share of it that one token uses).
 
@@ -162,28 +164,24 @@ class Blocks(dict[str, Block]):
         """Copies and pickles are made at once: those of a dict set its items."""
         return Blocks, (dict(self),)
 
-    def __setitem__(self, letter: str, block: Block) -> NoReturn:
+    def _refuse(self, *given: Any, **named: Any) -> NoReturn:
         raise TypeError("settings cannot be changed; expected dataclasses.replace: make new ones")
 
+    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
 
-_KINDS: dict[str, type[Block]] = {}
+
+_KINDS: Kinds[Block] = Kinds("the block", "jaxthd.models.blocks")
 
 
 def register_block(kind: type[Block]) -> None:
-    """Makes a kind of block known by its name and letters. Raises ValueError for a name that another one
-    has."""
-    name = kind().kind
-    if not name or _KINDS.get(name, kind).__qualname__ != kind.__qualname__:
-        raise ValueError(
-            f"the kind of block {kind.__name__} is named {name!r}; expected a name of its own: change `kind`"
-        )
-    _KINDS[name] = kind
+    """Makes a kind of block known by its name and letters. Raises ValueError as Kinds.register."""
+    _KINDS.register(kind)
 
 
 def block_kinds() -> dict[str, type[Block]]:
     """All kinds of blocks by name: those of jaxthd, then registered ones."""
-    import_module(BUILT_IN)
-    return _KINDS
+    return _KINDS.all()
 
 
 def usual_blocks() -> dict[str, Block]:

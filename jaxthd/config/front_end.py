@@ -10,17 +10,15 @@ Legend: S samples at 16 kHz, F frames of features, W numbers of a frame.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Float32
 
 from jaxthd.config.findings import Finding
+from jaxthd.config.kinds import Kinds
+from jaxthd.files.tensor_names import Table
 
-BUILT_IN = "jaxthd.models.front_ends"
-"""The package that registers the front ends of jaxthd itself. Settings are below models: it is imported by
-name."""
 SAMPLE_RATE = 16_000
 """Sampling rate in Hz of the recordings that front ends get."""
 
@@ -31,6 +29,8 @@ class Piece(NamedTuple):
     run: the number of the features' run that they are of (FrontEnd.features). start: the first frame in that
     run. frames: their number; frames that other pieces own may be read too. first, tokens: which of the
     outputs of these frames are audio tokens, `tokens` of them from the one with number `first` on.
+    owned: how many of the frames no other piece owns, so that those of all pieces are the recording; None:
+    all of them.
     """
 
     run: int
@@ -38,6 +38,7 @@ class Piece(NamedTuple):
     frames: int
     first: int
     tokens: int
+    owned: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +112,10 @@ class FrontEnd:
 
     @property
     def features_identity(self) -> dict[str, Any]:
-        """The settings that features and pieces depend on, by name: a run goes on with the same data if they
-        stay."""
-        return {name: getattr(self, name) for name in self.feature_settings}
+        """The settings that features and pieces depend on, by name, as JSON: a run goes on with the same data
+        if they stay."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in self.feature_settings}
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in found.items()}
 
     def build(self, init: Any, compute: Any) -> Any:
         """The module, a jaxthd.models.front_ends.contract.Encoder. init: parallel.params.Init. compute:
@@ -128,15 +130,20 @@ class FrontEnd:
         """Shapes of its attention for compute.encoder_attention (ops/attention/relative.py); () without."""
         return ()
 
+    def tensors(self) -> Table:
+        """The usual names of its module's tensors in checkpoints, which families may have otherwise; {}: no
+        family has it."""
+        return {}
+
     def parameters(self, path: Sequence[str]) -> tuple[str, int]:
         """(the label of the group of one of its module's parameters, layers that have one). path: below the
         module."""
         return path[0], 1
 
     def keeps_statistics(self, is_trained: Mapping[str, Any]) -> bool:
-        """Whether statistics that its module gathers in training are frozen, or there are none. is_trained: a
-        bool for each parameter, as the module's tree."""
-        return True
+        """Whether its module shall run as in evaluation while it is trained, because what gathers statistics
+        is frozen. is_trained: a bool for each parameter, as the module's tree."""
+        return False
 
     # --- what follows from these ---
 
@@ -158,23 +165,17 @@ class FrontEnd:
         return self.units(self.longest) * self.unit[0]
 
 
-_KINDS: dict[str, type[FrontEnd]] = {}
+_KINDS: Kinds[FrontEnd] = Kinds("the front end", "jaxthd.models.front_ends")
 
 
 def register_front_end(kind: type[FrontEnd]) -> None:
-    """Makes a kind of front end known by its name. Raises ValueError for a name that another one has."""
-    name = kind().kind
-    if not name or _KINDS.get(name, kind).__qualname__ != kind.__qualname__:
-        raise ValueError(
-            f"the front end {kind.__name__} is named {name!r}; expected a name of its own: change `kind`"
-        )
-    _KINDS[name] = kind
+    """Makes a kind of front end known by its name. Raises ValueError as Kinds.register."""
+    _KINDS.register(kind)
 
 
 def front_ends() -> dict[str, type[FrontEnd]]:
     """All kinds of front ends by name: those of jaxthd, then registered ones."""
-    import_module(BUILT_IN)
-    return _KINDS
+    return _KINDS.all()
 
 
 def default_front_end() -> FrontEnd:

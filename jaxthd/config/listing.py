@@ -40,10 +40,10 @@ class Setting(NamedTuple):
 
 
 class Group(NamedTuple):
-    """One dataclass. path: its attribute path in Config. kind: its name. text: its docstring."""
+    """One dataclass. path: its attribute path in Config. kind: its class. text: its docstring."""
 
     path: str
-    kind: str
+    kind: Any
     text: str
     settings: tuple[Setting, ...]
 
@@ -70,7 +70,7 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
             nested += [(each, f"{where}.{each.letter}", "") for each in block_kinds().values()]
         elif not docstring:
             raise ValueError(
-                f"jaxthd/config/: {kind.__name__}.{name} has no docstring; expected what it means, in a "
+                f"{kind.__module__}: {kind.__name__}.{name} has no docstring; expected what it means, in a "
                 "string under the field: write it"
             )
         else:
@@ -80,7 +80,7 @@ def groups(kind: Any = Config, path: str = "", text: str = "") -> Iterator[Group
             settings.append(Setting(where, hint, types, "".join(bounds), getattr(defaults, name), means))
     if settings:
         of_kind = " ".join(f"{inspect.getdoc(kind) or ''} {text}".split())
-        yield Group(path, kind.__name__, of_kind, tuple(settings))
+        yield Group(path, kind, of_kind, tuple(settings))
     for each in nested:
         yield from groups(*each)
 

@@ -62,13 +62,16 @@ class LLMConfig:
     @property
     def stacks(self) -> tuple[tuple[str, str], ...]:
         """(letter, name of the stack of its layers: decoder.layers.NAME) of each kind of block, by letter.
-        Further letters of a kind have a number behind the name."""
+        Further letters of a kind have a number behind the name, those of the decoder before those of
+        multi-token prediction alone."""
         names: dict[str, str] = {}
-        for letter in (x for x in self.kinds if x in self.blocks):
+        for letter in sorted(self.kinds, key=lambda x: (x not in self.letters, x)):
+            if letter not in self.blocks:
+                continue
             stack = self.blocks[letter].stack
             same = sum(self.blocks[x].stack == stack for x in names)
             names[letter] = f"{stack}_{same + 1}" if same else stack
-        return tuple(names.items())
+        return tuple(sorted(names.items()))
 
     @property
     def each_block(self) -> Iterator[tuple[str, Block]]:

@@ -142,6 +142,7 @@ class SpeechDocuments:
         front_end = self._encoder
         assert front_end is not None
         runs = front_end.features(samples, dither)
-        if masks is not None and front_end.has_bands:
-            runs = spec_augment(runs, self._spec_augment, masks)
+        if masks is not None:
+            of_bands = {} if front_end.has_bands else {"freq": (0, 0)}
+            runs = spec_augment(runs, replace(self._spec_augment, **of_bands), masks)
         return audio_pieces(front_end.pieces(len(samples)), runs)

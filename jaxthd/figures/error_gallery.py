@@ -41,13 +41,14 @@ class Case(NamedTuple):
     """A document of the gallery.
 
     features: an array for each piece of its audio. reference, hypothesis: normalised, words
-    with single spaces between them.
+    with single spaces between them. frame_seconds: from one frame to the next.
     """
 
     title: str
     features: Sequence[Float32[np.ndarray, "F M"]]
     reference: str
     hypothesis: str
+    frame_seconds: float = 0.01
 
 
 Line = list[tuple[str, str]]
@@ -112,9 +113,9 @@ def _draw_features(axes: Axes, case: Case) -> None:
         axes.text(0.5, 0.5, "no recording", ha="center", color=FAINT, transform=axes.transAxes)
         return
     mels_MF = np.concatenate(list(case.features)).T
-    seconds = mels_MF.shape[1] / 100
+    seconds = mels_MF.shape[1] * case.frame_seconds
     axes.imshow(mels_MF, aspect="auto", origin="lower", cmap="magma", extent=(0, seconds, 0, len(mels_MF)))
-    for end in np.cumsum([len(chunk) for chunk in case.features])[:-1] / 100:
+    for end in np.cumsum([len(piece) for piece in case.features])[:-1] * case.frame_seconds:
         axes.axvline(end, color="white", linewidth=1, linestyle=":")
     axes.set_xlabel("seconds", fontsize=SIZE - 1, labelpad=0)
 

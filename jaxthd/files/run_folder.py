@@ -215,8 +215,11 @@ def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
         for name, value in stored.items()
         if isinstance(value, dict) and name in kinds and dataclass_in(kinds[name])
     }
-    if kinds.get("blocks") == dict[str, Block] and "blocks" in stored:
-        inner["blocks"] = {x: _completed(_kind_of(Block, y), y) for x, y in stored["blocks"].items()}
+    if kinds.get("blocks") == dict[str, Block]:
+        patterns = {name: stored[name] for name in ("pattern", "mtp_pattern") if name in stored}
+        usual = json.loads(json.dumps(asdict(kind(**patterns))))["blocks"]
+        given = stored.get("blocks", {})
+        inner["blocks"] = usual | {x: _completed(_kind_of(Block, y), y) for x, y in given.items()}
     return defaults | dict(stored) | inner
 
 

@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Shape, Tensor, matrix, tensors
 from jaxthd.hf.decoder import token_fields
 from jaxthd.hf.family import (
     ADAPTER,
@@ -28,7 +29,6 @@ from jaxthd.hf.family import (
     write_settings,
 )
 from jaxthd.hf.fields import Fields, must_be, required
-from jaxthd.hf.names import Shape, Tensor, matrix, tensors
 from jaxthd.hf.nemo_encoder import encoder_config, encoder_fields, encoder_tensors
 from jaxthd.hf.parakeet import own_encoder
 from jaxthd.hf.qwen3 import QWEN3

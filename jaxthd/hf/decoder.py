@@ -9,31 +9,15 @@ from jaxthd.config import Block, LLMConfig
 from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat
+from jaxthd.files.tensor_names import Below, Shape, Table, Tensor, tensors
 from jaxthd.hf.family import LLM, Family, Settings, TokenIds, read_settings, updated, write_settings
 from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.generation_config import one_or_all
-from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, tensors
 from jaxthd.hf.rotary import must_rotate, rope_config, rope_fields
 from jaxthd.models.blocks import MoE, Router
 
 ANY = object()
 """Stands in a form for a setting that may have any value, or that the family checks by itself."""
-ATTENTION: Table = {
-    **{f"{theirs}_proj": ours for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out"))},
-    "q_norm": "q_norm",
-    "k_norm": "k_norm",
-    "sinks": "sinks",
-}
-MLPS: Table = {f"{part}_proj": part for part in ("gate", "up", "down")}
-EXPERTS: Table = {
-    "gate": "router",
-    "gate.e_score_correction_bias": "correction_bias",
-    "experts.{}.": Below("", {f"{part}_proj.weight": matrix(part) for part in ("gate", "up", "down")}, "up"),
-    "shared_experts.": Below("shared.", MLPS),
-    "fc1_latent_proj": "latent_in",
-    "fc2_latent_proj": "latent_out",
-}
-"""The usual names of the blocks' tensors. Those of arrays that a model does not have count for nothing."""
 SOFTMAX_EXPERTS = MoE(form="swiglu", shared_inner=0, router=Router(scores="softmax"))
 """Experts without a shared one, as most families have them."""
 
@@ -269,6 +253,12 @@ def mixer_block(mixer: Table) -> Table:
 def ffn_block(mixer: Table) -> Table:
     """The table of the block behind it, an MLP or experts."""
     return {"post_attention_layernorm": "norm", "mlp.": Below("mixer.", mixer)}
+
+
+def paired_blocks(llm: LLMConfig, special: Mapping[str, Table]) -> dict[str, Table]:
+    """The tables of all blocks where a layer on disk is two. special: by letter, of blocks with other names."""
+    usual = {x: (ffn_block if x in "-E" else mixer_block)(y.tensors()) for x, y in llm.blocks.items()}
+    return {**usual, **special}
 
 
 def token_fields(tokens: TokenIds) -> dict[str, Any]:

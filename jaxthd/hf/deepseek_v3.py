@@ -13,10 +13,10 @@ from typing import Any
 from jaxthd.config import LLMConfig
 from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
-from jaxthd.hf.decoder import ANY, EXPERTS, MLPS, BlockFields, Decoder, ffn_block, mixer_block
+from jaxthd.files.tensor_names import Copy, Shape, Table, Tensor, tensors
+from jaxthd.hf.decoder import ANY, BlockFields, Decoder, mixer_block, paired_blocks
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields, must_be, required
-from jaxthd.hf.names import Copy, Shape, Table, Tensor, matrix, tensors
 from jaxthd.models.blocks import MLP, LatentAttention, MoE
 
 
@@ -70,25 +70,10 @@ class DeepseekV3(Decoder):
 
     def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of latent attention, MLP and experts."""
-        latent, is_paired = llm.blocks["L"], fields.get("rope_interleave", True)
+        latent = llm.blocks["L"]
         assert isinstance(latent, LatentAttention)
-
-        def halves(others: int) -> Shape:
-            """The order of rows that puts the first of each pair before the second ones, behind `others`."""
-            turned = [*range(others, others + latent.qk_rope_head_dim)]
-            return (*range(others), *turned[::2], *turned[1::2]) if is_paired else ()
-
-        queries = matrix("q.w", block=halves(latent.qk_nope_head_dim))
-        mixer: Table = {
-            "q_a_proj": "q_down",
-            "q_a_layernorm": "q_norm",
-            f"{'q_b_proj' if latent.q_lora_rank else 'q_proj'}.weight": queries,
-            "kv_a_proj_with_mqa.weight": matrix("kv_down.w", block=halves(latent.kv_lora_rank)),
-            "kv_a_layernorm": "kv_norm",
-            "kv_b_proj": "kv",
-            "o_proj": "out",
-        }
-        return {"L": mixer_block(mixer), "-": ffn_block(MLPS), "E": ffn_block(EXPERTS)}
+        mixer = latent.tensors(is_paired=fields.get("rope_interleave", True))
+        return paired_blocks(llm, {"L": mixer_block(mixer)})
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
         """Each module is one more layer, with copies of the embedding and the head."""

@@ -12,11 +12,11 @@ from jaxtyping import Shaped
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor
 from jaxthd.files.tokenizer_files import BESIDE, copy_files
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import ArraySlice, Shape, Tensor
 from jaxthd.hf.safetensors_files import write_safetensors
 
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")

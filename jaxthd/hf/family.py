@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from jaxthd.config import AdaptConfig, Block, LLMConfig, ModelConfig, RopeConfig
 from jaxthd.config.values import with_value
+from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.fields import Fields, required
-from jaxthd.hf.names import Shape, Tensor
 from jaxthd.models.front_ends import FastConformer
 
 Config = TypeVar("Config", Block, LLMConfig, FastConformer, ModelConfig, AdaptConfig, RopeConfig)

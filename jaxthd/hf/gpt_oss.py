@@ -9,18 +9,17 @@ from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import LLMConfig
+from jaxthd.files.tensor_names import Table, in_turn
 from jaxthd.hf.decoder import (
-    ATTENTION,
     SOFTMAX_EXPERTS,
     BlockFields,
     Decoder,
     ffn_block,
     layer_types,
-    mixer_block,
+    paired_blocks,
 )
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Table, in_turn
 from jaxthd.models.blocks import Attention, Router
 
 _ROPE: dict[str, Any] = {
@@ -64,7 +63,6 @@ class GptOss(Decoder):
 
     def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of attention and experts."""
-        attention = mixer_block(ATTENTION)
         experts: Table = {
             "router": "router",
             "experts.gate_up_proj": in_turn("gate", "up"),
@@ -72,7 +70,7 @@ class GptOss(Decoder):
             "experts.down_proj": "down",
             "experts.down_proj_bias": "down_bias",
         }
-        return {"W": attention, "*": attention, "E": ffn_block(experts)}
+        return paired_blocks(llm, {"E": ffn_block(experts)})
 
 
 GPT_OSS = GptOss(

@@ -7,10 +7,10 @@ from typing import Any
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf import parakeet
 from jaxthd.hf.family import Family, Field, Settings, read_settings, updated, write_settings
 from jaxthd.hf.fields import must_be, required
-from jaxthd.hf.names import Shape, Tensor
 from jaxthd.models.front_ends import FastConformer
 
 _EXPECTED = {

@@ -6,10 +6,10 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.decoder import ANY, ATTENTION, EXPERTS, MLPS, BlockFields, Decoder
+from jaxthd.files.tensor_names import Below, Shape, Table, Tensor, tensors
+from jaxthd.hf.decoder import ANY, BlockFields, Decoder
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields, required
-from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, rows, tensors
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.models.blocks.mamba2 import COST_CHUNK
 
@@ -37,18 +37,6 @@ def _limits(value: Any, fields: Fields) -> tuple[float, float]:
 def _time_step_limit(block: Mamba2) -> list[Any]:
     low, high = block.dt_limit
     return [low, high if math.isfinite(high) else {"__float__": "Infinity"}]
-
-
-_MAMBA: Table = {
-    "in_proj.weight": matrix(*(f"{part}.w" for part in ("z", "x", "b", "c", "dt"))),
-    "conv1d.weight": matrix("conv_x", "conv_b", "conv_c", tail=(1, 0)),
-    "conv1d.bias": rows("conv_bias_x", "conv_bias_b", "conv_bias_c"),
-    "dt_bias": "dt_bias",
-    "A_log": "a_log",
-    "D": "d",
-    "norm": "norm",
-    "out_proj": "out",
-}
 
 
 class NemotronH(Decoder):
@@ -95,9 +83,9 @@ class NemotronH(Decoder):
 
     def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of all mixers."""
-        mixers = {"M": _MAMBA, "*": ATTENTION, "-": MLPS, "E": EXPERTS}
         return {
-            letter: {"norm": "norm", "mixer.": Below("mixer.", table)} for letter, table in mixers.items()
+            letter: {"norm": "norm", "mixer.": Below("mixer.", block.tensors())}
+            for letter, block in llm.blocks.items()
         }
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Shape, Tensor, tensors
 from jaxthd.hf.decoder import token_fields
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family, TokenIds
 from jaxthd.hf.fields import Fields, must_be, required
-from jaxthd.hf.names import Shape, Tensor, tensors
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.parakeet import encoder_config, encoder_fields, encoder_tensors
 

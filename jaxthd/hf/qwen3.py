@@ -9,22 +9,18 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.config.listing import value_at
+from jaxthd.files.tensor_names import Table
 from jaxthd.hf.decoder import (
-    ATTENTION,
-    EXPERTS,
-    MLPS,
     SOFTMAX_EXPERTS,
     BlockFields,
     Decoder,
     dense_layers,
-    ffn_block,
     layer_types,
-    mixer_block,
+    paired_blocks,
     sparse_layers,
 )
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Table
 from jaxthd.models.blocks import MLP, Attention
 
 
@@ -54,7 +50,7 @@ class Qwen3(Decoder):
 
     def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of attention, MLP and experts."""
-        return {"*": mixer_block(ATTENTION), "-": ffn_block(MLPS), "E": ffn_block(EXPERTS)}
+        return paired_blocks(llm, {})
 
 
 QWEN3 = Qwen3(

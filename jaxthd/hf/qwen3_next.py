@@ -13,23 +13,20 @@ from typing import Any
 from jaxthd.config import LLMConfig
 from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Below, Shape, Table, Tensor, tensors
 from jaxthd.hf.decoder import (
     ANY,
-    ATTENTION,
-    EXPERTS,
-    MLPS,
     SOFTMAX_EXPERTS,
     BlockFields,
     Decoder,
     dense_layers,
     ffn_block,
     layer_types,
-    mixer_block,
+    paired_blocks,
     sparse_layers,
 )
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, tensors
 from jaxthd.models.blocks import MLP, Attention, GatedDelta
 
 _TYPES = {"linear_attention": "D", "full_attention": "*"}
@@ -82,26 +79,15 @@ class Qwen3Next(Decoder):
 
     def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of the delta rule, attention, experts and MLP."""
-        heads, key_heads = (value_at(llm, f"blocks.{x}") for x in ("*.heads", "D.key_heads"))
-        delta: Table = {
-            "in_proj_qkvz.weight": matrix("q.w", "k.w", "v.w", "z.w", groups=key_heads or 1),
-            "in_proj_ba.weight": matrix("rate.w", "dt.w", groups=key_heads or 1),
-            "conv1d.weight": matrix("conv_q", "conv_k", "conv_v", tail=(1, 0)),
-            "dt_bias": "dt_bias",
-            "A_log": "a_log",
-            "norm": "norm",
-            "out_proj": "out",
-        }
-        queries = {"q_proj.weight": matrix("q.w", "gate.w", groups=heads or 1)}
-        attention: Table = queries | {name: x for name, x in ATTENTION.items() if name != "q_proj"}
-        others = {name: x for name, x in EXPERTS.items() if name != "shared_experts."}
-        experts = others | {"shared_expert.": Below("shared.", MLPS), "shared_expert_gate": "shared_gate"}
-        return {
-            "D": {"input_layernorm": "norm", "linear_attn.": Below("mixer.", delta)},
-            "*": mixer_block(attention),
-            "E": ffn_block(experts),
-            "-": ffn_block(MLPS),
-        }
+        special: dict[str, Table] = {}
+        if "D" in llm.blocks:
+            delta = Below("mixer.", llm.blocks["D"].tensors())
+            special["D"] = {"input_layernorm": "norm", "linear_attn.": delta}
+        if "E" in llm.blocks:
+            usual = llm.blocks["E"].tensors().items()
+            renamed = {name.replace("shared_experts.", "shared_expert."): x for name, x in usual}
+            special["E"] = ffn_block({**renamed, "shared_expert_gate": "shared_gate"})
+        return paired_blocks(llm, special)
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
         """One layer, with its norms and its projection beside it."""

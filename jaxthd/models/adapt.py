@@ -142,7 +142,7 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
 def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:
     """Whether the module's routers are frozen, or it has none: experts' correction biases do not change."""
     mixers = (stack["mixer"] for stack in is_trained[module]["layers"].values())
-    return not any(mixer["router"]["w"] for mixer in mixers if "router" in mixer)
+    return not any(any(mixer["router"].values()) for mixer in mixers if "router" in mixer)
 
 
 def split(tree: Tree, is_trained: Tree) -> tuple[Tree, Tree]:

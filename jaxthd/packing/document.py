@@ -28,20 +28,40 @@ class AudioPiece(NamedTuple):
 
     features: float32 [F, W]. first, tokens: which of the outputs of these frames are audio tokens, `tokens`
     of them from the one with number `first` on. begins: whether it is the first piece of its recording.
+    owned: Piece.owned.
     """
 
     features: Float32[np.ndarray, "F W"]
     first: int
     tokens: int
     begins: bool = True
+    owned: int | None = None
+
+    @property
+    def own_frames(self) -> int:
+        """Frames of the recording that no other piece owns."""
+        return len(self.features) if self.owned is None else self.owned
+
+    def owned_features(self, unit: tuple[int, int]) -> Float32[np.ndarray, "F W"]:
+        """The frames that no other piece owns. unit: the front end's (frames, outputs)."""
+        start = self.first * unit[0] // unit[1]
+        return self.features[start : start + self.own_frames]
 
 
 def audio_pieces(pieces: Sequence[Piece], runs: Sequence[Float32[np.ndarray, "_ _"]]) -> list[AudioPiece]:
-    """The pieces of one recording. runs: its features. Both are a front end's."""
-    return [
-        AudioPiece(runs[x.run][x.start : x.start + x.frames], x.first, x.tokens, begins=not number)
+    """The pieces of one recording. runs: its features. Both are a front end's. Raises ValueError where they
+    disagree."""
+    found = [
+        AudioPiece(runs[x.run][x.start : x.start + x.frames], x.first, x.tokens, not number, x.owned)
         for number, x in enumerate(pieces)
     ]
+    for made, x in zip(found, pieces, strict=True):
+        if len(made.features) != x.frames:
+            raise ValueError(
+                f"the front end's run {x.run} of features has {len(runs[x.run])} frames, and a piece reads "
+                f"{x.frames} from {x.start} on; expected `pieces` and `features` to agree"
+            )
+    return found
 
 
 @dataclass(frozen=True)

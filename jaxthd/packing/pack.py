@@ -134,6 +134,11 @@ def pack_row(
     if not answers:
         _require_single(documents)
     limits.require_room(documents)
+    if front_end is None and any(document.pieces for document in documents):
+        raise ValueError(
+            "the documents have audio, and there is no front end; expected the one that made it: give "
+            "front_end"
+        )
     starts = splits = None
     if shares is not None:
         placement = placement or limits.place(documents)
@@ -153,11 +158,8 @@ def pack_row(
         splits=None if splits is None else splits[None],
     )
     work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
-    seconds = (
-        front_end.seconds(float(_frames_of_outputs(batch, 0, front_end)[1].sum()))
-        if audio and front_end
-        else 0.0
-    )
+    owned = sum(piece.own_frames for document in documents for piece in document.pieces)
+    seconds = front_end.seconds(owned) if front_end else 0.0
     return batch, _report(documents, row, seconds, work)
 
 

@@ -21,6 +21,9 @@ from jaxtyping import Int
 from jaxthd.config import MeshConfig
 from jaxthd.parallel.mesh import PIPELINE
 
+_LAYERS = ("decoder", "layers")
+"""Names on the path of the decoder's stacks."""
+
 Result = TypeVar("Result")
 
 
@@ -75,10 +78,9 @@ class Stages:
         pipeline divides. path: jax's, in a tree with the names of the module tree.
         """
         names = [str(getattr(key, "key", "")) for key in path]
-        if "layers" not in names or "mtp" in names:  # all ranks hold the mtp layers whole
-            return None
-        stack = names[names.index("layers") + 1]
-        return next(letter for letter, name in self.stacks if name == stack)
+        # Not the layers of an encoder, nor those of multi-token prediction, which all ranks hold whole.
+        stacks = [x for pair, x in zip(pairwise(names), names[2:], strict=False) if pair == _LAYERS]
+        return next((letter for letter, name in self.stacks if name in stacks), None)
 
     @property
     def chunks(self) -> int:

@@ -106,14 +106,8 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
 
 def possible_layouts(config: Config) -> list[LayoutKind]:
     """ "buffer", and the other layouts that jaxthd.validate lets this model have on this mesh."""
-    is_made_for = all(block.splits_documents for _, block in config.model.llm.each_block)
     known = _errors(laid_out(config, "buffer"))
-    return [
-        layout
-        for layout in LAYOUTS
-        if layout == "buffer"
-        or ((layout != "whole" or is_made_for) and _errors(laid_out(config, layout)) <= known)
-    ]
+    return [layout for layout in LAYOUTS if layout == "buffer" or _errors(laid_out(config, layout)) <= known]
 
 
 def _errors(config: Config) -> set[Finding]:

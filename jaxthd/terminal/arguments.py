@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.config.listing import all_groups, group_names, kind_at, path_of, value_at
+from jaxthd.config.listing import all_groups, group_names, path_of, value_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
@@ -292,16 +292,18 @@ class _Help(argparse.Action):
 def _as_helped(config: Config, names: Collection[str]) -> Any:
     """These groups as a dataclass for tyro's help: one paragraph a text, with bounds, and its values."""
     groups: list[tuple[str, Any, Any]] = []
-    for group in all_groups():
+    for number, group in enumerate(all_groups()):
         if group.path.partition(".")[0] not in names:
             continue
-        values = value_at(config, group.path) or kind_at(group.path)()  # defaults where there is none
+        values = value_at(config, group.path)
+        if not isinstance(values, group.kind):
+            values = group.kind()  # defaults where there is none, or a front end of another kind
         settings: list[tuple[str, Any, Any]] = []
         for each in group.settings:
             text = each.text + (f" ({each.bounds})" if each.bounds else "")
             hint: Any = Annotated[each.hint, tyro.conf.arg(help=text)]
             settings.append((each.name, hint, field(default=getattr(values, each.name))))
-        kind: Any = make_dataclass(group.kind, settings, namespace={"__doc__": group.text})
+        kind: Any = make_dataclass(group.kind.__name__, settings, namespace={"__doc__": group.text})
         named: Any = Annotated[kind, tyro.conf.arg(name=group.path)]
-        groups.append((group.path.replace(".", "_"), named, field(default_factory=kind)))
+        groups.append((f"group_{number}", named, field(default_factory=kind)))
     return make_dataclass("Settings", groups)

@@ -197,7 +197,11 @@ def _audio(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             found = f"data.spec_augment.{name} is ({count}, {width:g})"
             yield Finding(found, f"the number of masks, and {expected}", f"correct data.spec_augment.{name}")
     count, width = masks.freq
-    if count > 0 and width >= mels and encoder.has_bands:
+    if count > 0 and not encoder.has_bands:
+        found = f"data.spec_augment.freq is ({count}, {width}) with the front end {encoder.title}"
+        expected = "0 masks over bands, because the numbers of its frames are no bands of a spectrum"
+        yield Finding(found, expected, f"set data.spec_augment.freq to 0 {width}")
+    elif count > 0 and width >= mels:
         yield Finding(
             f"data.spec_augment.freq is ({count}, {width}) with {mels} bands",
             "fewer bands than the features have, because a mask could cover every band",

@@ -57,9 +57,16 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
         if layout == "whole" and splits > 0 and taps - 1 > LEAST_CHUNK:
             yield Finding(
-                f'{where}.conv is {taps} with compute.context_layout "whole"',
+                f'{where} has a convolution of {taps} taps with compute.context_layout "whole"',
                 f"at most {LEAST_CHUNK + 1}, because a split document's context chunks may be as short as "
                 f"{LEAST_CHUNK} tokens",
+                "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
+                "compute.context_splits to 0",
+            )
+        if layout == "whole" and splits > 0 and not block.splits_documents:
+            yield Finding(
+                f'{where} is {block.title} with compute.context_layout "whole"',
+                "blocks that take documents that context ranks share",
                 "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
                 "compute.context_splits to 0",
             )
@@ -143,7 +150,7 @@ def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         if ranks > 1 and block.experts_to_share % ranks:
             sharded = expert_sharding(block.experts_to_share, config.mesh)
             yield Finding(
-                f"{where}.experts is {block.experts_to_share} for {ranks} data and context ranks",
+                f"{where} has {block.experts_to_share} experts for {ranks} data and context ranks",
                 f"a multiple of {ranks}: experts are sharded over the axes "
                 f"{sharded.axes if sharded else '()'} only, the others gather their weights",
                 "change mesh.data or mesh.context, unless they may be gathered",

@@ -93,7 +93,7 @@ def reference() -> str:
         lines += [
             f"## {group.path}",
             "",
-            f"`{group.kind}`. {_markdown(group.text)}",
+            f"`{group.kind.__name__}`. {_markdown(group.text)}",
             "",
             "| setting | type | default | meaning |",
             "|---|---|---|---|",

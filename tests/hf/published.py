@@ -19,8 +19,8 @@ from safetensors.numpy import load_file, save_file
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
+from jaxthd.files.tensor_names import Tensor
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
-from jaxthd.hf.names import Tensor
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh

@@ -203,7 +203,7 @@ CASES = [
     ),
     Case(
         {"mesh.data": 2, "data.rows": 2, "model.llm.pattern": "E", "model.llm.blocks.E.experts": 7},
-        "model.llm.blocks.E.experts is 7 for 2 data and context ranks",
+        "model.llm.blocks.E has 7 experts for 2 data and context ranks",
         is_warning=True,
     ),
     Case(
@@ -218,11 +218,11 @@ CASES = [
     Case(
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"}
         | {"model.llm.blocks.D.conv": 6},
-        'model.llm.blocks.D.conv is 6 with compute.context_layout "whole"',
+        'model.llm.blocks.D has a convolution of 6 taps with compute.context_layout "whole"',
     ),
     Case(
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.blocks.M.conv": 6},
-        'model.llm.blocks.M.conv is 6 with compute.context_layout "whole"',
+        'model.llm.blocks.M has a convolution of 6 taps with compute.context_layout "whole"',
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),

@@ -19,6 +19,7 @@ from jaxthd.config import ComputeConfig, LLMConfig, RopeConfig
 from jaxthd.config.block import AttentionSizes, Block, Finding, equal_parts, register_block
 from jaxthd.config.rope import rope_faults
 from jaxthd.config.values import DERIVED, Index
+from jaxthd.files.tensor_names import Table, matrix
 from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.ops.attention.backends import for_any_intervals
@@ -104,6 +105,13 @@ class Attention(Block):
     def attention(self, tensor: int) -> AttentionSizes:
         heads, kv_heads, dim = self.heads // tensor, max(self.kv_heads // tensor, 1), self.head_dim
         return AttentionSizes(heads, kv_heads, dim, dim, self.window, 2 * kv_heads * dim)
+
+    def tensors(self) -> Table:
+        queries: Table = {"q_proj": "q"}
+        if self.gate:
+            queries = {"q_proj.weight": matrix("q.w", "gate.w", groups=self.heads)}
+        others = {"k_proj": "k", "v_proj": "v", "o_proj": "out", "q_norm": "q_norm", "k_norm": "k_norm"}
+        return {**queries, **others, "sinks": "sinks"}
 
 
 class AttentionMixer(nnx.Module):

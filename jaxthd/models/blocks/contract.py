@@ -71,7 +71,8 @@ class Mixer(Protocol):
 
 @runtime_checkable
 class RoutedMixer(Mixer, Protocol):
-    """A mixer that sends tokens to experts."""
+    """A mixer that sends tokens to experts. Its module `router` has the matrices by which it does, which are
+    used in float32; its buffer `correction_bias`, if Block.evens_load, is moved after every step."""
 
     def routed(self, x_ND: Float[Array, "N D"], segments: Segments) -> tuple[Float[Array, "N D"], Routing]:
         """As a call, and where the tokens went."""

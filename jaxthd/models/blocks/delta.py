@@ -18,6 +18,7 @@ from jaxtyping import Float
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.config.block import Block, Finding, PassedSizes, equal_parts, register_block
 from jaxthd.config.values import DERIVED
+from jaxthd.files.tensor_names import Table, matrix
 from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.ops.conv import causal_conv, last_inputs
@@ -94,6 +95,17 @@ class GatedDelta(Block):
         state = heads * self.key_dim * (self.key_dim + self.value_dim) * max(activation, 4)
         channels = heads * self.value_dim + 2 * groups * self.key_dim
         return PassedSizes(state, (self.conv - 1) * channels * activation)
+
+    def tensors(self) -> Table:
+        return {
+            "in_proj_qkvz.weight": matrix("q.w", "k.w", "v.w", "z.w", groups=self.key_heads),
+            "in_proj_ba.weight": matrix("rate.w", "dt.w", groups=self.key_heads),
+            "conv1d.weight": matrix("conv_q", "conv_k", "conv_v", tail=(1, 0)),
+            "dt_bias": "dt_bias",
+            "A_log": "a_log",
+            "norm": "norm",
+            "out_proj": "out",
+        }
 
 
 class DeltaMixer(nnx.Module):

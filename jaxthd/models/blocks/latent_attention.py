@@ -24,6 +24,7 @@ from jaxthd.config import ComputeConfig, LLMConfig, RopeConfig
 from jaxthd.config.block import AttentionSizes, Block, Finding, register_block
 from jaxthd.config.rope import rope_faults
 from jaxthd.config.values import DERIVED, Index
+from jaxthd.files.tensor_names import Shape, Table, matrix
 from jaxthd.models import dropout
 from jaxthd.models.blocks.attention import COST_KEYS
 from jaxthd.models.blocks.contract import Prefilled, residual_std
@@ -95,6 +96,25 @@ class LatentAttention(Block):
     def attention(self, tensor: int) -> AttentionSizes:
         heads = self.heads // tensor
         return AttentionSizes(heads, max(heads, 1), self.qk_head_dim, self.v_head_dim, 0, self.kept)
+
+    def tensors(self, *, is_paired: bool = True) -> Table:
+        """is_paired: whether the checkpoint has the two numbers that are rotated together side by side."""
+
+        def halves(others: int) -> Shape:
+            """The order of rows that puts the first of each pair before the second ones, behind `others`."""
+            turned = [*range(others, others + self.qk_rope_head_dim)]
+            return (*range(others), *turned[::2], *turned[1::2]) if is_paired else ()
+
+        queries = matrix("q.w", block=halves(self.qk_nope_head_dim))
+        return {
+            "q_a_proj": "q_down",
+            "q_a_layernorm": "q_norm",
+            f"{'q_b_proj' if self.q_lora_rank else 'q_proj'}.weight": queries,
+            "kv_a_proj_with_mqa.weight": matrix("kv_down.w", block=halves(self.kv_lora_rank)),
+            "kv_a_layernorm": "kv_norm",
+            "kv_b_proj": "kv",
+            "o_proj": "out",
+        }
 
 
 class LatentAttentionMixer(nnx.Module):

@@ -18,6 +18,7 @@ from jaxtyping import Float
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.config.block import Block, Finding, PassedSizes, ScanSizes, equal_parts, register_block
 from jaxthd.config.values import DERIVED
+from jaxthd.files.tensor_names import Table, matrix, rows
 from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.ops.backend import resolve_backend
@@ -100,6 +101,18 @@ class Mamba2(Block):
 
     def scan(self, tensor: int) -> ScanSizes:
         return ScanSizes(self.heads // tensor, max(self.groups // tensor, 1), self.head_dim, self.state)
+
+    def tensors(self) -> Table:
+        return {
+            "in_proj.weight": matrix(*(f"{part}.w" for part in ("z", "x", "b", "c", "dt"))),
+            "conv1d.weight": matrix("conv_x", "conv_b", "conv_c", tail=(1, 0)),
+            "conv1d.bias": rows("conv_bias_x", "conv_bias_b", "conv_bias_c"),
+            "dt_bias": "dt_bias",
+            "A_log": "a_log",
+            "D": "d",
+            "norm": "norm",
+            "out_proj": "out",
+        }
 
 
 class Mamba2Mixer(nnx.Module):

@@ -14,12 +14,16 @@ from jaxtyping import Float
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.config.block import Block, Finding, register_block
 from jaxthd.config.values import DERIVED
+from jaxthd.files.tensor_names import Table
 from jaxthd.models.blocks.contract import Stateless, residual_std
 from jaxthd.models.layers import Linear
 from jaxthd.ops.ffn import FFNForm, FFNKind
 from jaxthd.packing.prompts import Now
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
+
+TENSORS: Table = {f"{part}_proj": part for part in ("gate", "up", "down")}
+"""Usual names of the tensors of a multilayer perceptron."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,9 @@ class MLP(FFN):
 
     def cost(self, dim: int) -> float:
         return float(self.matrices * dim * self.inner)
+
+    def tensors(self) -> Table:
+        return TENSORS
 
 
 class MLPMixer(Stateless):

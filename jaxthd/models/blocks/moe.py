@@ -17,8 +17,9 @@ from jaxtyping import Float
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.config.block import Finding, register_block
 from jaxthd.config.values import DERIVED, Index
+from jaxthd.files.tensor_names import Below, Table, matrix
 from jaxthd.models.blocks.contract import Routing, Stateless, residual_std
-from jaxthd.models.blocks.mlp import FFN, MLPMixer
+from jaxthd.models.blocks.mlp import FFN, TENSORS, MLPMixer
 from jaxthd.models.layers import Linear
 from jaxthd.ops.grouped_matmul import IN_ROUNDS, combine, dispatch, expert_layout
 from jaxthd.ops.numerics import accumulation_dtype
@@ -123,6 +124,17 @@ class MoE(FFN):
                 f"{least} to {groups}: of the {groups} groups, as many as hold a token's {per_token} experts",
                 f"set {where}.router.groups_per_token to {max(least, min(most, groups))}",
             )
+
+    def tensors(self) -> Table:
+        of_expert: Table = {f"{part}_proj.weight": matrix(part) for part in ("gate", "up", "down")}
+        return {
+            "gate": "router",
+            "gate.e_score_correction_bias": "correction_bias",
+            "experts.{}.": Below("", of_expert, "up"),
+            "shared_experts.": Below("shared.", TENSORS),
+            "fc1_latent_proj": "latent_in",
+            "fc2_latent_proj": "latent_out",
+        }
 
     def parameters(self, name: str) -> tuple[str, float]:
         if name == "router":

@@ -12,6 +12,8 @@ from jaxthd.config.compute import ComputeConfig
 from jaxthd.config.findings import Finding, multiples
 from jaxthd.config.front_end import FrontEnd, Piece, register_front_end
 from jaxthd.config.values import DERIVED, Range
+from jaxthd.files.tensor_names import Table
+from jaxthd.models.front_ends.fastconformer.tensors import encoder_table
 from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterbank
 
 if TYPE_CHECKING:
@@ -119,6 +121,9 @@ class FastConformer(FrontEnd):
         from jaxthd.ops.attention.relative import RelativeShape
 
         return [RelativeShape(dtype, self.heads, self.dim // self.heads, self.units(self.longest))]
+
+    def tensors(self) -> Table:
+        return encoder_table(self)
 
     def parameters(self, path: Sequence[str]) -> tuple[str, int]:
         if path[0] != "blocks":

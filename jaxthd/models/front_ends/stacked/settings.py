@@ -79,7 +79,8 @@ class Stacked(FrontEnd):
             end = min(begin + self.chunk_outputs, outputs)
             first = max(begin - self.context_outputs, 0)
             start, stop = first * self.stack, min((end + self.context_outputs) * self.stack, frames)
-            found.append(Piece(0, start, stop - start, begin - first, end - begin))
+            owned = min(end * self.stack, frames) - begin * self.stack
+            found.append(Piece(0, start, stop - start, begin - first, end - begin, owned))
         return found
 
     def features(
