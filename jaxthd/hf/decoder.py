@@ -256,7 +256,7 @@ def ffn_block(mixer: Table) -> Table:
 
 
 def paired_blocks(llm: LLMConfig, special: Mapping[str, Table]) -> dict[str, Table]:
-    """The tables of all blocks where a layer on disk is two. special: by letter, of blocks with other names."""
+    """The tables of all blocks where a layer on disk is two. special: by letter, those with other names."""
     usual = {x: (ffn_block if x in "-E" else mixer_block)(y.tensors()) for x, y in llm.blocks.items()}
     return {**usual, **special}
 

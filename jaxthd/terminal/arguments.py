@@ -14,7 +14,7 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.config.listing import all_groups, group_names, path_of, value_at
+from jaxthd.config.listing import all_groups, group_names, kind_at, path_of, value_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
@@ -295,9 +295,9 @@ def _as_helped(config: Config, names: Collection[str]) -> Any:
     for number, group in enumerate(all_groups()):
         if group.path.partition(".")[0] not in names:
             continue
-        values = value_at(config, group.path)
-        if not isinstance(values, group.kind):
-            values = group.kind()  # defaults where there is none, or a front end of another kind
+        values = value_at(config, group.path) or kind_at(group.path)()  # defaults where there is none
+        if not isinstance(values, group.kind):  # another front end than the config's
+            continue
         settings: list[tuple[str, Any, Any]] = []
         for each in group.settings:
             text = each.text + (f" ({each.bounds})" if each.bounds else "")

@@ -108,7 +108,7 @@ def test_the_audio_arrays_are_as_long_as_the_mesh_needs():
     same."""
     for mesh, frames in (((1, 1), 504), ((2, 1), 512), ((2, 2), 512), ((4, 2), 512), ((2, 8), 512)):
         loader = make_loader([SOURCE], load, settings(*mesh, audio_capacity=500), on_skip=quiet)
-        assert next(loader)[0].mels.shape == (3, frames, MELS)
+        assert next(loader)[0].features.shape == (3, frames, MELS)
         assert loader.get_state()["identity"]["audio_capacity"] == 500
 
 

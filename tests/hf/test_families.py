@@ -60,7 +60,7 @@ def test_settings_that_are_the_librarys_defaults_may_be_absent():
     assert isinstance(moe, MoE)
     assert (attention.head_dim, mamba.groups, mamba.dt_limit) == (64, 4, (0.0, inf))
     assert (moe.experts, moe.experts_per_token, moe.latent) == (8, 2, 0)
-    encoder = encoder_config({"num_mel_bins": 128}, EncoderConfig())
+    encoder = encoder_config({"num_mel_bins": 128}, ModelConfig(encoder=EncoderConfig()))
     assert (encoder.layers, encoder.dim, encoder.num_mels, encoder.linear_bias) == (24, 1024, 128, True)
     with pytest.raises(UserError, match="no 'layer_types'"):
         NEMOTRON_H.read({}, LLMConfig())

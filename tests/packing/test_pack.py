@@ -118,7 +118,7 @@ def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
 
 def check_audio(row, slots, document):
     """Followed to the mel buffer, the slots show the document's chunks, each with a number of its own."""
-    for chunk, _, _, _ in document.pieces:
+    for chunk in (piece.features for piece in document.pieces):
         frames = -(-(len(chunk)) // 8)
         mine, slots = slots[:frames], slots[frames:]
         np.testing.assert_array_equal(mine, mine[0] + np.arange(frames))
@@ -146,9 +146,8 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     }  # fmt: skip
     fields = batch._asdict()
     assert fields.pop("extras") == {}
-    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws", "splits")} == {
-        None
-    }
+    absent = "document_ids", "prefixes", "embeddings", "draws", "splits", "recording_ids"
+    assert {fields.pop(name) for name in absent} == {None}
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
 
@@ -248,7 +247,7 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     for name in set(Batch._fields) - absent - optional:
         np.testing.assert_array_equal(getattr(without, name), getattr(with_room, name))
     two = concatenate_rows([without, without])
-    assert two.mels is None
+    assert two.features is None
     assert two.tokens.shape == (2, SIZES["capacity"])
     heard = Document.splice("heard", [AUDIO], [False], [clip_of([np.ones((8, MELS), np.float32)])], AUDIO)
     with pytest.raises(ValueError, match="raise audio_capacity"):
