@@ -102,6 +102,11 @@ class Block:
         """Faults of the settings. where: their path, such as "model.llm.blocks.M"."""
         return ()
 
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        """Settings that the others leave without effect."""
+        return ()
+
     def equal_sizes(self) -> Mapping[str, int]:
         """Settings of which every tensor rank takes an equal part."""
         return {}

@@ -1,6 +1,6 @@
 """The settings that a checkpoint of the model depends on: encoder, LLM, adapter."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -42,11 +42,12 @@ class LLMConfig:
     attention, - MLP, E mixture of experts, with their default settings."""
 
     def __post_init__(self) -> None:
-        """Completes the blocks with those that letters stand for by themselves. Of these, unused ones go: the
-        command line may give another pattern."""
-        usual = usual_blocks()
-        missing = {x: usual[x] for x in self.kinds if x in usual and x not in self.blocks}
-        kept = {x: y for x, y in self.blocks.items() if x in self.kinds or y != usual.get(x)}
+        """Completes the blocks with those that letters stand for by themselves. Where another pattern has
+        replaced one, blocks that it does not have go."""
+        usual, kept = usual_blocks(), self.blocks
+        if isinstance(kept, Blocks):
+            kept = {x: y for x, y in kept.items() if x in self.kinds}
+        missing = {x: _like(usual[x], self.blocks) for x in self.kinds if x in usual and x not in kept}
         object.__setattr__(self, "blocks", Blocks(sorted((kept | missing).items())))
 
     @property
@@ -109,6 +110,17 @@ class LLMConfig:
         """The decoder without multi-token prediction, and without blocks that nothing else has."""
         blocks = {x: block for x, block in self.blocks.items() if x in self.letters}
         return replace(self, mtp_pattern="", blocks=blocks)
+
+
+def _like(usual: Block, others: Mapping[str, Block]) -> Block:
+    """The block that a letter stands for by itself; with the settings of another block of its kind, if there
+    is one, but for those in which the letters of the kind differ (attention in a window and other)."""
+    alike = next((block for block in others.values() if type(block) is type(usual)), None)
+    if alike is None:
+        return usual
+    of_letters = [vars(block) for block in type(usual).usual().values()]
+    differing = [name for name in vars(usual) if len({repr(x[name]) for x in of_letters}) > 1]
+    return replace(alike, **{name: getattr(usual, name) for name in differing})
 
 
 @dataclass(frozen=True)

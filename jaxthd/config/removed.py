@@ -6,6 +6,7 @@ from dataclasses import asdict, field, is_dataclass, make_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from jaxthd.config.block import usual_blocks
 from jaxthd.config.model import LLMConfig
 from jaxthd.config.rope import RopeConfig
 from jaxthd.config.values import with_value
@@ -121,12 +122,13 @@ def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> R
 
     def moved(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The blocks with this setting."""
-        known = ("blocks", "pattern", "mtp_pattern")
+        known, usual = ("blocks", "pattern", "mtp_pattern"), usual_blocks()
         model = LLMConfig(**{name: fields[name] for name in known if name in fields})
+        of_kinds = {usual[letter].stack: new for letter, new in names.items()}
         blocks = {
-            letter: with_value(model.blocks[letter], names[letter], _plain(value))
-            for letter in model.kinds
-            if letter in names
+            letter: with_value(block, of_kinds[block.stack], _plain(value))
+            for letter, block in model.blocks.items()
+            if block.stack in of_kinds
         }
         return {"blocks": {**model.blocks, **blocks}}
 
@@ -331,9 +333,12 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
     moved = []
     for name, old in removed.items():
         value = fields.get(name, old.was)
-        if _plain(value) == _plain(old.was):
+        was_default = _plain(value) == _plain(old.was)
+        if name not in fields or (was_default and not old.is_moved):
             continue
         present |= old.becomes(value, present)
+        if was_default:
+            continue
         if old.is_moved:
             moved.append(f"{group}.{name} {old.now(present) if callable(old.now) else old.now}")
         else:

@@ -91,7 +91,8 @@ def rope_faults(rope: RopeConfig, block: str, name: str, dim: int) -> Iterator[F
         yield Finding(
             f"{where}.fraction is {rope.fraction}, which is {features} features of {block}.{name} {dim}",
             f"an even number from 2 to {dim}, because pairs are rotated",
-            f"change {where}.fraction, or set {block}.{name} to {multiples(dim, 2)}",
+            f"change {where}.fraction"
+            + f", or set {block}.{name} to {multiples(dim, 2)}" * (rope.fraction == 1),
         )
     if rope.theta <= 1 or rope.factor < 1:
         yield Finding(

@@ -14,16 +14,19 @@ from typing import Any, get_type_hints
 
 from jaxthd import config as settings
 from jaxthd.config import Config
+from jaxthd.config.block import block_kinds
 from jaxthd.config.data import split_name
+from jaxthd.config.front_end import front_ends
 from jaxthd.config.listing import dataclass_in, kind_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.errors import UserError
 from jaxthd.files.paths import expand_home
 
-KINDS: dict[str, Any] = {
-    name: kind for name, kind in vars(settings).items() if name.endswith("Config") and isinstance(kind, type)
-}
-"""The dataclasses of settings, by name."""
+
+def _kinds() -> dict[str, Any]:
+    """The dataclasses of settings, by name."""
+    own = [x for name, x in vars(settings).items() if name.endswith("Config") and isinstance(x, type)]
+    return {kind.__name__: kind for kind in (*own, *block_kinds().values(), *front_ends().values())}
 
 
 def load_config(path: str | Path) -> Config:
@@ -110,9 +113,10 @@ def _mistake(path: Path, error: Exception) -> Exception:
     lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == name]
     where = f"{path}, line {lines[-1]}" if lines else str(path)
     unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not unknown or unknown[1] not in KINDS:
+    kinds = _kinds()
+    if not unknown or unknown[1] not in kinds:
         return UserError(f"{where}: {type(error).__name__}: {error}; correct the file")
-    fields = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in KINDS.items()}
+    fields = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in kinds.items()}
     kind, field = unknown.groups()
     others = [name for name, names in fields.items() if field in names]
     if close := get_close_matches(field, fields[kind]):

@@ -106,11 +106,11 @@ class Decoder:
         # One set of weights serves any number of depths that share it.
         if modules and not (modules == 1 and llm.mtp_shared):
             settings |= {"mtp_depths": modules, "mtp_shared": False}
-        blocks = {x: self.read_block(fields, x, where) for x in sorted({*letters, *pattern})}
+        blocks = {x: self.read_block(fields, x, where, llm) for x in sorted({*letters, *pattern})}
         return replace(updated(replace(llm, blocks=blocks), settings), blocks=blocks)
 
-    def read_block(self, fields: Fields, letter: str, where: str) -> Block:
-        """The settings of a kind of block."""
+    def read_block(self, fields: Fields, letter: str, where: str, llm: LLMConfig) -> Block:
+        """The settings of a kind of block; those without effect are the decoder's own."""
         if letter not in self.blocks:
             raise UserError(
                 f"{where} has a block {letter!r}; expected {', '.join(self.blocks)}: choose another "
@@ -120,7 +120,10 @@ class Decoder:
         settings = read_settings(fields, of_kind.settings, where)
         if self.rotary != "none" and hasattr(of_kind.form, "rope"):
             settings["rope"] = rope_config(fields, partial=self.rotary == "partial")
-        return updated(of_kind.form, settings)
+        found, own = updated(of_kind.form, settings), llm.blocks.get(letter)
+        if type(own) is not type(found):
+            return found
+        return updated(found, {name: value_at(own, name) for name in found.without_effect})
 
     def write(self, llm: LLMConfig) -> dict[str, Any]:
         """config.json of an export. Raises UserError where the family cannot hold the model."""
@@ -138,6 +141,7 @@ class Decoder:
             "architectures": [self.title],
             "model_type": self.model_types[0],
             **write_settings(llm, self.sizes),
+            **self.absent_fields(llm),
             **self.block_fields(llm),
             **self.expected,
             "num_hidden_layers": len(llm.letters) // size,
@@ -148,23 +152,16 @@ class Decoder:
         """The fields of all kinds of blocks. Raises UserError for settings that the family does not stand
         for, and where kinds of blocks that share a field differ."""
         fields: dict[str, Any] = {}
-        of_others: dict[str, Any] = {}
         for letter, of_kind in self.blocks.items():
-            # Libraries want the sizes of attention and MLPs of a model without these, too.
-            block = llm.blocks.get(letter, of_kind.form)
-            if letter in llm.blocks:
-                self.must_hold(llm, dict(self._fixed(letter, block, of_kind)))
-            elif block.routes:
+            if (block := llm.blocks.get(letter)) is None:
                 continue
+            self.must_hold(llm, dict(self._fixed(letter, block, of_kind)))
             of_block = write_settings(block, of_kind.settings)
-            if self.rotary != "none" and hasattr(block, "rope") and letter in llm.blocks:
+            if self.rotary != "none" and hasattr(block, "rope"):
                 must_rotate(
                     block.rope, f"model.llm.blocks.{letter}", self.title, partial=self.rotary == "partial"
                 )
                 of_block |= rope_fields(block.rope)
-            if letter not in llm.blocks:
-                of_others = of_block | of_others
-                continue
             differing = [x for x in of_block if x in fields and fields[x] != of_block[x]]
             if differing:
                 raise UserError(
@@ -173,7 +170,20 @@ class Decoder:
                     "another format"
                 )
             fields |= of_block
-        return of_others | fields
+        return fields
+
+    def absent_fields(self, llm: LLMConfig) -> dict[str, Any]:
+        """Fields of the blocks that the model does not have: libraries want the sizes of attention and MLPs
+        all the same."""
+        found: dict[str, Any] = {}
+        for letter, of_kind in self.blocks.items():
+            if letter not in llm.blocks and not of_kind.form.routes:
+                found = write_settings(of_kind.form, of_kind.settings) | found
+        return found
+
+    def meaningless_fields(self, llm: LLMConfig) -> set[str]:
+        """Names of fields that say nothing about the model: where there is an original, its values stay."""
+        return self.absent_fields(llm).keys() - self.block_fields(llm).keys()
 
     def _fixed(self, letter: str, block: Block, of_kind: "BlockFields") -> Iterator[tuple[str, Any]]:
         """(path in LLMConfig, value that the family stands for) of a block's settings that no field holds."""
@@ -181,7 +191,7 @@ class Decoder:
             yield f"blocks.{letter}.kind", of_kind.form.kind
             return
         there = flat(asdict(of_kind.form))
-        for name in there.keys() - of_kind.settings.keys():
+        for name in there.keys() - of_kind.settings.keys() - {*block.without_effect}:
             if not (name.startswith("rope.") and self.rotary != "none"):
                 yield f"blocks.{letter}.{name}", there[name]
 
@@ -238,6 +248,7 @@ class Decoder:
             covers=LLM,
             configure=lambda fields, model: replace(model, llm=self.read(fields, model.llm)),
             fields=lambda model: self.write(model.llm),
+            meaningless=lambda model: self.meaningless_fields(model.llm),
             tensors=lambda model, fields, shapes: self.tensors(model.llm, fields, shapes),
             ignored=("lm_head.weight",),  # a tied embedding may be copied as the head
             token_fields=token_fields,

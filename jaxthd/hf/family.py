@@ -54,6 +54,7 @@ class Family:
     mtp_tensors: (fields) -> what the names of tensors of multi-token prediction have in front. They may be
         left unread.
     by_default: whether an export of a model that the family holds whole has its format without being asked.
+    meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
     """
 
     format: str
@@ -71,6 +72,7 @@ class Family:
     lora_fields: Callable[[AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
     mtp_tensors: Callable[[Fields], tuple[str, ...]] = lambda fields: ("mtp.",)
     by_default: bool = True
+    meaningless: Callable[[ModelConfig], Collection[str]] = lambda model: ()
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""

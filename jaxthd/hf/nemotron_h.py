@@ -81,6 +81,11 @@ class NemotronH(Decoder):
             **(mtp if llm.mtp_pattern else {}),
         }
 
+    def meaningless_fields(self, llm: LLMConfig) -> set[str]:
+        """Also those of more_fields that follow from Mamba2."""
+        of_mamba = set() if "M" in llm.blocks else {"expand", "time_step_min"}
+        return super().meaningless_fields(llm) | of_mamba
+
     def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of all mixers."""
         return {

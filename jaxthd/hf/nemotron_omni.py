@@ -116,4 +116,5 @@ FAMILY = Family(
     ),
     token_fields=_token_fields,
     mtp_tensors=lambda fields: ("language_model.mtp.",),
+    meaningless=lambda model: NEMOTRON_H.meaningless_fields(model.llm),
 )

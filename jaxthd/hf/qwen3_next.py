@@ -74,7 +74,7 @@ class Qwen3Next(Decoder):
             "layer_types": [types[letter] for letter in llm.letters[::2]],
             "decoder_sparse_step": 1,
             "mlp_only_layers": dense_layers(llm.letters),
-            **({} if "*" in llm.blocks else {"partial_rotary_factor": 1.0}),
+            "partial_rotary_factor": value_at(llm, "blocks.*.rope.fraction") if "*" in llm.blocks else 1.0,
         }
 
     def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:

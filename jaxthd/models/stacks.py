@@ -11,14 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthd.config import LLMConfig, MeshConfig
+from jaxthd.config.block import letters_and_titles
 from jaxthd.parallel.stages import Stages
 
 
 def pipeline_stages(llm: LLMConfig, mesh: MeshConfig) -> Stages:
     """The pipeline's stages: divided at the pattern's marks if it has any, else by the layers' cost.
 
-    Raises ValueError as Stages.of does, and KeyError for an unknown letter.
+    Raises ValueError as Stages.of does, and for an unknown letter.
     """
+    if unknown := sorted(set(llm.letters) - set(llm.blocks)):
+        raise ValueError(
+            f"model.llm.pattern has {', '.join(unknown)}; expected letters of model.llm.blocks, or of "
+            f"{letters_and_titles()}: correct it, or give the block"
+        )
     return Stages.of(llm.pattern, mesh, lambda letter: llm.blocks[letter].cost(llm.dim), llm.stacks)
 
 

@@ -146,7 +146,7 @@ def parse_command_line(
     settings = open_settings(expand_home(source))
     config = tyro.cli(
         Config,
-        default=_with_mesh_of_rollouts(settings.config, overrides),
+        default=_with_patterns(_with_mesh_of_rollouts(settings.config, overrides), overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
         config=NO_SUBCOMMANDS,
@@ -198,22 +198,35 @@ def _without_removed(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
         word = rest.pop(0)
         option, has_value, value = word.partition("=")
         group, _, last = option.removeprefix("--").replace("-", "_").rpartition(".")
+        above, _, outer = group.rpartition(".")
+        if above == "model.llm" and isinstance(was := _was(above, outer), dict) and last in was:
+            group, last = above, f"{outer}.{last}"  # of a group of settings that there was
         of_group = REMOVED.get(group, {}) if word.startswith("--") else {}
-        name = last if last in of_group else last.removeprefix("no_")
-        if name not in of_group:
+        name = last if last in of_group or "." in last else last.removeprefix("no_")
+        if name.partition(".")[0] not in of_group:
             kept.append(word)
             continue
         values = [value] if has_value else []
         while not has_value and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
         read = [_value(text) for text in values] or [name == last]
-        several = isinstance(of_group[name].was, tuple)
-        removed.setdefault(group, {})[name] = tuple(read) if several or len(read) > 1 else read[0]
+        outer, _, inner = name.partition(".")
+        several = isinstance(of_group[outer].was, tuple)
+        found = tuple(read) if several or len(read) > 1 else read[0]
+        of_names = removed.setdefault(group, {})
+        of_names[outer] = {**of_names.get(outer, {}), inner: found} if inner else found
     return kept, removed
+
+
+def _was(group: str, name: str) -> Any:
+    """The default of a setting that there was; None for others."""
+    return REMOVED[group][name].was if name in REMOVED[group] else None
 
 
 def _value(text: str) -> Any:
     """A number or a truth value that the text writes, else the text."""
+    if text.lower().lstrip("+-") in ("inf", "nan"):
+        return float(text)
     try:
         return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
@@ -234,6 +247,27 @@ def _with_removed(config: Config, removed: Mapping[str, Mapping[str, Any]]) -> t
         for name, value in new.items():
             config = with_value(config, f"{group}.{name}", value)
     return config, names
+
+
+def _with_patterns(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with the patterns that the command line gives, so that it may give settings of their blocks
+    too. Tells which blocks are new, on stderr."""
+    given = {}
+    for word, following in zip(overrides, [*overrides[1:], ""], strict=True):
+        option, mark, value = word.partition("=")
+        name = option.replace("-", "_").removeprefix("__model.llm.")
+        if option.startswith("--model.llm.") and name in ("pattern", "mtp_pattern"):
+            given[name] = value if mark else following
+    llm = replace(config.model.llm, **given)
+    for letter in llm.blocks.keys() - config.model.llm.blocks.keys():
+        block = llm.blocks[letter]
+        sizes = ", ".join(f"{x.name} {getattr(block, x.name)}" for x in fields(block) if x.name != "kind")
+        warn_once(
+            "the command line",
+            f"model.llm.blocks.{letter} is new, {block.label} with {sizes}: give others as "
+            f"--model.llm.blocks.{letter}.NAME",
+        )
+    return replace(config, model=replace(config.model, llm=llm)) if given else config
 
 
 def _with_mesh_of_rollouts(config: Config, overrides: Sequence[str]) -> Config:

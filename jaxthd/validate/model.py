@@ -160,7 +160,7 @@ def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     chunk, dtype = config.compute.blocks.scan, config.compute.dtype
     unfit = next(filter(None, (why_unfit(chunk, x.head_dim, x.state, dtype) for x in sizes)), None)
     if unfit:
-        expected = "powers of two from 16 up for head_dim and state, and"
+        expected = "powers of two from 16 up for head_dim and state of model.llm.blocks, and"
         expected += " compute.dtype float32 or bfloat16"
         yield Finding(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
     elif device.platform == "cpu":

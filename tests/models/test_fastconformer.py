@@ -12,9 +12,8 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxthd.config import Config, EncoderConfig
+from jaxthd.config import Config, EncoderConfig, ModelConfig
 from jaxthd.hf.parakeet import encoder_config, encoder_tensors
-from jaxthd.models import encoder_attention
 from jaxthd.models.front_ends.fastconformer.module import FastConformerEncoder
 from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.packing.segments import make_segments
@@ -104,7 +103,7 @@ def encoder64() -> tuple[Any, Any, Any]:
 @functools.cache
 def parakeet() -> dict[str, np.ndarray]:
     arrays = load_reference("fastconformer")
-    assert encoder_config(json.loads(str(arrays["config"])), CONFIG) == CONFIG
+    assert encoder_config(json.loads(str(arrays["config"])), ModelConfig(encoder=CONFIG)) == CONFIG
     return arrays
 
 
@@ -112,7 +111,9 @@ def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
     """(parameters, buffers) from arrays by the library's names; also for gradients or statistics alone."""
     shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
     found = arranged(
-        [t for t in encoder_tensors(CONFIG, shapes) if t.slices and t.name in named], named, shapes
+        [t for t in encoder_tensors(ModelConfig(encoder=CONFIG), shapes) if t.slices and t.name in named],
+        named,
+        shapes,
     )
     trees: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name, x in found.items():

@@ -67,6 +67,10 @@ class FFN(Block):
                 f"set {where}.limit to 7.0, which is GPT-OSS's",
             )
 
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        return () if self.form == "clamped_swiglu" else ("alpha", "limit")
+
     def equal_sizes(self) -> Mapping[str, int]:
         return {"inner": self.inner}
 

@@ -125,6 +125,11 @@ class MoE(FFN):
                 f"set {where}.router.groups_per_token to {max(least, min(most, groups))}",
             )
 
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        of_groups = ("router.groups_per_token",) if self.router.groups == 1 else ()
+        return *super().without_effect, *of_groups
+
     def tensors(self) -> Table:
         of_expert: Table = {f"{part}_proj.weight": matrix(part) for part in ("gate", "up", "down")}
         return {
