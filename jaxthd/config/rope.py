@@ -91,8 +91,9 @@ def rope_faults(rope: RopeConfig, block: str, name: str, dim: int) -> Iterator[F
         yield Finding(
             f"{where}.fraction is {rope.fraction}, which is {features} features of {block}.{name} {dim}",
             f"an even number from 2 to {dim}, because pairs are rotated",
-            f"change {where}.fraction"
-            + f", or set {block}.{name} to {multiples(dim, 2)}" * (rope.fraction == 1),
+            f"set {block}.{name} to {multiples(dim, 2)}"
+            if rope.fraction == 1
+            else f"change {where}.fraction",
         )
     if rope.theta <= 1 or rope.factor < 1:
         yield Finding(

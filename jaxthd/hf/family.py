@@ -1,6 +1,6 @@
 """Families of checkpoints: the settings in config.json, the names of the tensors."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar

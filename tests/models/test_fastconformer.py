@@ -14,6 +14,7 @@ from jax.sharding import AxisType, PartitionSpec
 
 from jaxthd.config import Config, EncoderConfig, ModelConfig
 from jaxthd.hf.parakeet import encoder_config, encoder_tensors
+from jaxthd.models.front_ends.fastconformer import attention as encoder_attention
 from jaxthd.models.front_ends.fastconformer.module import FastConformerEncoder
 from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.packing.segments import make_segments
@@ -110,11 +111,8 @@ def parakeet() -> dict[str, np.ndarray]:
 def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
     """(parameters, buffers) from arrays by the library's names; also for gradients or statistics alone."""
     shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
-    found = arranged(
-        [t for t in encoder_tensors(ModelConfig(encoder=CONFIG), shapes) if t.slices and t.name in named],
-        named,
-        shapes,
-    )
+    tensors = encoder_tensors(ModelConfig(encoder=CONFIG), shapes)
+    found = arranged([t for t in tensors if t.slices and t.name in named], named, shapes)
     trees: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name, x in found.items():
         is_buffer = name.endswith((".mean", ".variance"))
