@@ -112,7 +112,7 @@ def config(manifest: str = "tones.jsonl") -> Config:
     blocks = {"M": Mamba2(heads=4, head_dim=8, state=8), "*": Attention(heads=4, kv_heads=2, head_dim=8)}
     llm = LLMConfig(pattern="M*-M*-", vocab_size=300, dim=32, blocks={**blocks, "-": MLP(inner=64)})
     return Config(
-        data=DataConfig(manifest=(manifest,), validation_manifest="", rows=4, max_documents=16, workers=0),
+        data=DataConfig(manifest=(manifest,), validation_manifest="", rows=4, max_documents=16, workers=2),
         model=ModelConfig(encoder=Waves(), llm=llm),
         mesh=MeshConfig(data=1, context=2, pipeline=2, tensor=2),
         train=TrainConfig(steps=20, warmup_steps=2, learning_rate=1e-2, microbatches=2, trackers=()),

@@ -6,7 +6,7 @@ class anywhere that is registered with register_block (docs/extending.md).
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from jaxthd.config.findings import Finding, divisors, multiples
 from jaxthd.config.kinds import Kinds
@@ -64,6 +64,9 @@ class Block:
     splits_documents: whether it passes what documents need that context ranks share under the layout "whole".
     read_with_others: settings that change what the arrays compute, which runs do change: weights that were
         made with other values are read, and that is said.
+    norms: where the layer has RMSNorms: before the block, after it (of what is added to the residual), or
+        both.
+    residual_scale: what is added to the residual is multiplied by it.
     """
 
     title: ClassVar[str]
@@ -71,6 +74,8 @@ class Block:
     routes: ClassVar[bool] = False
     splits_documents: ClassVar[bool] = False
     read_with_others: ClassVar[tuple[str, ...]] = ()
+    norms: ClassVar[Literal["before", "after", "both"]] = "before"
+    residual_scale: ClassVar[float] = 1.0
     kind: str = ""
     """The kind's name."""
 

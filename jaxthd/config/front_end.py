@@ -90,11 +90,6 @@ class FrontEnd:
         """Most frames that a piece reads."""
         raise NotImplementedError
 
-    @property
-    def least_samples(self) -> int:
-        """Fewest samples of a recording: shorter ones are skipped."""
-        return 320
-
     def pieces(self, samples: int) -> Sequence[Piece]:
         """The pieces of a recording of so many samples, in order; from its length alone, so that sizes can be
         planned without audio."""

@@ -122,6 +122,8 @@ def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> R
 
     def moved(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The blocks with this setting."""
+        if any(isinstance(block, Mapping) for block in fields.get("blocks", {}).values()):
+            return {}  # of a run that has settings of blocks: the old default beside them said nothing
         known, usual = ("blocks", "pattern", "mtp_pattern"), usual_blocks()
         model = LLMConfig(**{name: fields[name] for name in known if name in fields})
         of_kinds = {usual[letter].stack: new for letter, new in names.items()}

@@ -54,7 +54,8 @@ def repeated_units(pattern: str) -> list[tuple[str, int]]:
 
 
 class Block(nnx.Module):
-    """x + mixer(RMSNorm(x)). letter: of the block, as in model.llm.pattern."""
+    """x + mixer(RMSNorm(x)), with other norms where the block says so (jaxthd.Block.norms). letter: of the block,
+    as in model.llm.pattern."""
 
     def __init__(
         self,
@@ -64,32 +65,48 @@ class Block(nnx.Module):
         compute: ComputeConfig = ComputeConfig(),
     ) -> None:
         init = Init.of(init, compute)
-        self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
-        self.residual = Residual.of(init.mesh, compute.sequence_sharded)
-        self.mixer = llm.blocks[letter].build(llm, init, compute)
+        block = llm.blocks[letter]
+
+        def norm(*, there: bool) -> RMSNorm | None:
+            """A norm where there is one."""
+            return RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred) if there else None
+
+        self.norm = norm(there=block.norms != "after")
+        self.norm_after = norm(there=block.norms != "before")
+        self.residual, self.scale = Residual.of(init.mesh, compute.sequence_sharded), block.residual_scale
+        self.mixer = block.build(llm, init, compute)
+
+    def _normed(self, x_nD: Array) -> Array:
+        """The mixer's input."""
+        return x_nD if self.norm is None else self.norm(x_nD)
+
+    def _sum(self, x_nD: Array, y_nD: Array) -> Array:
+        """The residual with the mixer's output."""
+        y_nD = y_nD if self.norm_after is None else self.norm_after(y_nD)
+        return x_nD + (y_nD if self.scale == 1 else self.scale * y_nD)
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
         """Also returns the Routing if the mixer routes tokens, else None."""
-        h_ND, routing = self.residual.whole(self.norm(x_nD)), None
+        h_ND, routing = self.residual.whole(self._normed(x_nD)), None
         if isinstance(self.mixer, RoutedMixer):
             y_ND, routing = self.mixer.routed(h_ND, segments)
         else:
             y_ND = self.mixer(h_ND, segments)
-        return x_nD + self.residual.total(y_ND), routing
+        return self._sum(x_nD, self.residual.total(y_ND)), routing
 
     def prefill(self, x_nD: Float[Array, "n D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """The block over prompts: its outputs, and what its mixer keeps for decoding."""
-        y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self.norm(x_nD)), segments, prompts)
-        return Prefilled(x_nD + self.residual.total(y_ND), fixed, state)
+        y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self._normed(x_nD)), segments, prompts)
+        return Prefilled(self._sum(x_nD, self.residual.total(y_ND)), fixed, state)
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         """The block over the newest token of each sequence: its outputs, and the mixer's new state."""
-        y_nD, state = self.mixer.step(self.norm(x_nD), fixed, state, now)
-        return x_nD + self.residual.decoding.total(y_nD), state
+        y_nD, state = self.mixer.step(self._normed(x_nD), fixed, state, now)
+        return self._sum(x_nD, self.residual.decoding.total(y_nD)), state
 
 
 class _Layers(NamedTuple):

@@ -253,7 +253,7 @@ def _with_patterns(config: Config, overrides: Sequence[str]) -> Config:
     """The config with the patterns that the command line gives, so that it may give settings of their blocks
     too. Tells which blocks are new, on stderr."""
     given = {}
-    for word, following in zip(overrides, [*overrides[1:], ""], strict=True):
+    for word, following in zip(overrides, [*overrides[1:], ""], strict=False):
         option, mark, value = word.partition("=")
         name = option.replace("-", "_").removeprefix("__model.llm.")
         if option.startswith("--model.llm.") and name in ("pattern", "mtp_pattern"):

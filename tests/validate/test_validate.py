@@ -6,19 +6,21 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
 from jaxthd.config import BlockSizes, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
-from jaxthd.config.block import Blocks, usual_blocks
+from jaxthd.config.block import Block, Blocks, usual_blocks
 from jaxthd.data.packer import pack_documents
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.document import AudioPiece, Document
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, findings, rules, training, validate
 from jaxthd.validate.values import faulty_values, leaves
+from tests.front_ends import Carried
 
 CPU = DeviceFacts("cpu", 8, "cpu")
 GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
@@ -74,6 +76,15 @@ class Case(NamedTuple):
     fragment: str
     device: DeviceFacts = CPU
     is_warning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(Block):
+    """A block that cannot take documents that context ranks share."""
+
+    title = "recurrent"
+    letter = "A"
+    kind: str = "recurrent"
 
 
 PIPELINE = {"mesh.pipeline": 2, "data.rows": 4, "train.microbatches": 4}
@@ -224,6 +235,11 @@ CASES = [
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.blocks.M.conv": 6},
         'model.llm.blocks.M has a convolution of 6 taps with compute.context_layout "whole"',
     ),
+    Case(
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "A"}
+        | {"model.llm.blocks": Blocks(A=Recurrent())},
+        'model.llm.blocks.A is recurrent with compute.context_layout "whole"',
+    ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
     Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),
@@ -244,6 +260,10 @@ CASES = [
     Case(
         {"data.spec_augment.freq": (1, 80)},
         "data.spec_augment.freq is (1, 80) with 80 bands",
+    ),
+    Case(
+        {"model.encoder": Carried(), "data.spec_augment.freq": (1, 4)},
+        "data.spec_augment.freq is (1, 4) with the front end carried",
     ),
     Case(
         {"data.spec_augment.time": (1, 1.0)},
@@ -699,12 +719,21 @@ def test_a_faulty_value_silences_the_rules() -> None:
     assert "blocks.M.groups is 0" in str(finding)
 
 
-def test_blocks_that_the_pattern_does_not_have_may_have_their_usual_settings() -> None:
-    """The command line may give another pattern than the config file: they go."""
-    usual = usual_blocks()
-    llm = LLMConfig(pattern="M", blocks={"M": Mamba2(heads=4), "E": MoE(), "W": usual["W"]})
-    assert llm.blocks == {"M": Mamba2(heads=4)}
-    assert findings(Config(model=ModelConfig(llm=llm)), CPU) == []
+def test_blocks_follow_a_pattern_that_replaces_another() -> None:
+    """The command line may give another pattern than the config file: blocks go and come. A letter of a kind
+    that another letter has takes its settings."""
+    attention, mamba = Attention(heads=8, head_dim=16), Mamba2(heads=4)
+    given = LLMConfig(pattern="M*", blocks={"M": mamba, "*": attention})
+    assert replace(given, pattern="M").blocks == {"M": mamba}
+    assert replace(given, pattern="MWE").blocks == {
+        "M": mamba,
+        "W": replace(attention, window=128),
+        "E": MoE(),
+    }
+    assert findings(Config(model=ModelConfig(llm=replace(given, pattern="M"))), CPU) == []
+    unused = LLMConfig(pattern="M", blocks={"M": mamba, "E": MoE()})
+    (found,) = findings(Config(model=ModelConfig(llm=unused)), CPU)
+    assert "model.llm.blocks has E" in str(found)
 
 
 def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
