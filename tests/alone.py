@@ -39,7 +39,7 @@ def parts(one: Document) -> Parts:
     )
     filled.tokens[: len(one)], filled.supervised[: len(one)] = one.tokens, one.supervised
     slots = []
-    for c, chunk in enumerate(one.pieces):
+    for c, chunk in enumerate(piece.features for piece in one.pieces):
         filled.mels[c, : len(chunk)], filled.frames[c] = chunk, len(chunk)
         slots += [c * CHUNK // SUBSAMPLING + f for f in range(-(-(len(chunk)) // 8))]
     filled.slot[: len(one)][one.is_audio] = slots

@@ -8,7 +8,7 @@ import numpy as np
 from jaxthd.packing.assignment import Shares
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
-from tests.helpers import clip_of
+from tests.clips import clip_of
 
 AUDIO = 3
 """The placeholder of a recording."""

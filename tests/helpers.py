@@ -17,13 +17,14 @@ from jaxthd.models.blocks import MoEMixer
 from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import AudioPiece, Document
+from jaxthd.packing.document import Document
 from jaxthd.packing.layout import DualChunkSwap, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state, checkpoint_layout, state_shardings
+from tests.clips import clip_of
 from tests.errors import relative_errors
 from tests.weights import random_state
 
@@ -52,11 +53,6 @@ def spans(lengths: Sequence[int]) -> list[slice]:
     """The slots of each document in its row."""
     starts = np.cumsum(lengths, dtype=int) - lengths
     return [slice(int(s), int(s + n)) for s, n in zip(starts, lengths, strict=True)]
-
-
-def clip_of(chunks: Sequence[np.ndarray]) -> list[AudioPiece]:
-    """A recording whose encoder chunks have these features: a token for each eight frames."""
-    return [AudioPiece(x, 0, -(-len(x) // 8), begins=not number) for number, x in enumerate(chunks)]
 
 
 def batch_of(lengths: Sequence[int], context: int) -> Batch:

@@ -27,7 +27,7 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
-from tests.helpers import clip_of
+from tests.clips import clip_of
 from tests.meshes.batches import even_placement
 from tests.meshes.models import deepseek, gpt_oss, qwen3, qwen3_next
 from tests.weights import random_state

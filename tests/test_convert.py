@@ -378,5 +378,5 @@ def test_commands(omni, tmp_path, capsys):
     published, _ = omni
     main(["import", str(published), "--out", str(tmp_path / "in")])
     main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--format", "llm"])
-    assert "in: ME*-M, dim 32; encoder 2 x 32" in capsys.readouterr().out
+    assert "in: ME*-M, dim 32; FastConformer of dim 32" in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "out").covers("decoder.norm.weight")

@@ -24,7 +24,8 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.alone import parts
 from tests.answers import alone, with_most_split
-from tests.helpers import assert_same, clip_of
+from tests.clips import clip_of
+from tests.helpers import assert_same
 from tests.meshes.gradients import canonical_state
 from tests.meshes.models import mixed
 from tests.meshes.runs import variants

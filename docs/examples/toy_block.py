@@ -123,7 +123,7 @@ def main(folder: Path) -> None:
     said = [[{"role": "user", "content": q}, {"role": "assistant", "content": a}] for q, a in turns]
     manifest.write_text("".join(json.dumps({"messages": x}) + "\n" for x in said))
     train(config(str(manifest)), run)
-    on_fewer = "--mesh.data 2 --mesh.context 1 --mesh.pipeline 1 --mesh.tensor 2".split()
+    on_fewer = ["--mesh.data", "2", "--mesh.context", "1", "--mesh.pipeline", "1", "--mesh.tensor", "2"]
     jaxthd(["train", str(run), "--train.steps", "30", *on_fewer])
     first, *others = (line["loss"] for line in read_metrics(run))
     assert (len(others), others[-1] < 0.8 * first) == (29, True), others

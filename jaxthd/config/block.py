@@ -6,14 +6,10 @@ class anywhere that is registered with register_block (docs/extending.md).
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, NoReturn
+from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
 from jaxthd.config.findings import Finding, divisors, multiples
 from jaxthd.config.kinds import Kinds
-from jaxthd.files.tensor_names import Table
-
-if TYPE_CHECKING:
-    from jaxthd.config.model import LLMConfig
 
 
 class AttentionSizes(NamedTuple):
@@ -94,8 +90,9 @@ class Block:
         """The name of the stack of such layers: decoder.layers.STACK."""
         return self.kind
 
-    def build(self, llm: "LLMConfig", init: Any, compute: Any) -> Any:
-        """The module, a jaxthd.models.blocks.Mixer. init: parallel.params.Init. compute: ComputeConfig."""
+    def build(self, llm: Any, init: Any, compute: Any) -> Any:
+        """The module, a jaxthd.models.blocks.Mixer. llm: LLMConfig. init: parallel.params.Init. compute:
+        ComputeConfig."""
         raise NotImplementedError
 
     def cost(self, dim: int) -> float:
@@ -151,9 +148,9 @@ class Block:
         """Its state-space scan on one of so many tensor ranks, if it has any."""
         return None
 
-    def tensors(self) -> Table:
-        """The usual names of its module's tensors in checkpoints, which families may have otherwise; {}: no
-        family has it."""
+    def tensors(self) -> Mapping[str, Any]:
+        """The usual names of its module's tensors in checkpoints, which families may have otherwise. {}: no
+        family has it. A Table of jaxthd/files/tensor_names.py."""
         return {}
 
     def parameters(self, name: str) -> tuple[str, float]:

@@ -17,7 +17,6 @@ from jaxtyping import Float32
 
 from jaxthd.config.findings import Finding
 from jaxthd.config.kinds import Kinds
-from jaxthd.files.tensor_names import Table
 
 SAMPLE_RATE = 16_000
 """Sampling rate in Hz of the recordings that front ends get."""
@@ -125,9 +124,9 @@ class FrontEnd:
         """Shapes of its attention for compute.encoder_attention (ops/attention/relative.py); () without."""
         return ()
 
-    def tensors(self) -> Table:
-        """The usual names of its module's tensors in checkpoints, which families may have otherwise; {}: no
-        family has it."""
+    def tensors(self) -> Mapping[str, Any]:
+        """The usual names of its module's tensors in checkpoints, which families may have otherwise. {}: no
+        family has it. A Table of jaxthd/files/tensor_names.py."""
         return {}
 
     def parameters(self, path: Sequence[str]) -> tuple[str, int]:

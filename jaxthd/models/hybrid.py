@@ -54,8 +54,8 @@ def repeated_units(pattern: str) -> list[tuple[str, int]]:
 
 
 class Block(nnx.Module):
-    """x + mixer(RMSNorm(x)), with other norms where the block says so (jaxthd.Block.norms). letter: of the block,
-    as in model.llm.pattern."""
+    """x + mixer(RMSNorm(x)), with other norms where the block says so (jaxthd.Block.norms). letter: of the
+    block, as in model.llm.pattern."""
 
     def __init__(
         self,

@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxthd.data.skipped import Skipped
 from jaxthd.packing.document import Document
-from tests.helpers import clip_of
+from tests.clips import clip_of
 from tests.packing.test_pack import AUDIO, MELS, random_document
 
 SOURCE = range(41)

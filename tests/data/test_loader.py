@@ -56,8 +56,8 @@ def test_one_epoch_holds_every_document_once(packing, context, tensor):
     loader = make_loader([SOURCE], load, config, repeat=False, on_skip=skipped.__setitem__)
     steps = list(loader)
     assert sorted(flat(keys_by_row(steps))) == GOOD
-    expected = {BROKEN: "broken", LONG: "200 token slots", LOUD: "800 mel frames"}
-    expected[WIDE] = "[136, 136, 136] mel frames exceed the model's longest of 104"
+    expected = {BROKEN: "broken", LONG: "200 token slots", LOUD: "800 audio frames"}
+    expected[WIDE] = "[136, 136, 136] audio frames exceed the model's longest of 104"
     assert set(skipped) == {f"item-{i}" for i in expected}
     for item, reason in expected.items():
         assert reason in skipped[f"item-{item}"]

@@ -253,8 +253,8 @@ def test_a_loop_that_is_not_ours_learns() -> None:
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "buffer": {},
-    "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole", "longest_chunk": 512},
-    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "longest_chunk": 512, "splits": 2},
+    "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole"},
+    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "splits": 2},
 }
 
 

@@ -133,7 +133,7 @@ PARTS = {"context", "conv", "encoder", "experts"}
 
 def denied(page: str) -> list[str]:
     """Returns the options that a page's tables deny although all words of a setting's name are in theirs."""
-    last = [set(re.split(r"[-.]", name.rpartition(".")[2])) for name in settings()]
+    last = [set(re.split(r"[-.]", name.rpartition(".")[2])) for name in settings() if name[-1].isalnum()]
     rows = [row.split("|") for row in page.splitlines() if re.search(r"\bdo(es)? not exist\b", row)]
     options = [option for row in rows for option in re.findall(r"`([^`]+)`", row[1])]
     words = {option: set(re.split(r"[-._*: ]", option.lower())) for option in options}

@@ -13,7 +13,7 @@ from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
-from tests.helpers import clip_of
+from tests.clips import clip_of
 from tests.meshes.models import MELS, VOCAB
 from tests.meshes.runs import FILLED, MICROBATCHES, MOST_DOCUMENTS
 

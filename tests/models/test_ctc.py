@@ -24,7 +24,8 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.alone import Parts, parts, states_of
-from tests.helpers import assert_same, clip_of, context_mesh
+from tests.clips import clip_of
+from tests.helpers import assert_same, context_mesh
 from tests.speech_model import AUDIO, CAPACITY, CHUNK, COMPUTE, MELS, MODEL, PLACEHOLDER
 from tests.weights import random_state
 

@@ -18,7 +18,7 @@ from jaxthd.packing.from_padded import packed_from_padded, shard_packed
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.thd_view import ABSENT
-from tests.helpers import clip_of
+from tests.clips import clip_of
 
 PAD = 2
 """Also the id of every document's last token."""

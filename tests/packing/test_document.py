@@ -15,7 +15,7 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.thd_view import thd_view
 from tests.answers import AUDIO, alone, document_with_answers
-from tests.helpers import clip_of
+from tests.clips import clip_of
 
 MELS = 4
 SIZES = {

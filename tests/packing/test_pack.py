@@ -11,7 +11,7 @@ from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import PackReport, pack_row
-from tests.helpers import clip_of
+from tests.clips import clip_of
 
 MELS = 3
 AUDIO = 7  # the placeholder id

@@ -73,7 +73,7 @@ def test_each_depth_of_multi_token_prediction_counts_with_the_head_once_more():
     targets = model_flops(config)(report(0, 3)) - model_flops(without)(report(0, 3))
     assert targets == 6 * 3 * 2 * HEAD
     own = model_flops(config)(report(1, 0)) - model_flops(without)(report(1, 0))
-    assert own >= 6 * 2 * MLP
+    assert own >= 6 * 2 * FFN_BLOCK
 
 
 @pytest.mark.parametrize(

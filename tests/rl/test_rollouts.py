@@ -35,7 +35,7 @@ from jaxthd.rl.rollouts import Rollout, Rollouts
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import state_shardings
-from tests.helpers import clip_of
+from tests.clips import clip_of
 from tests.meshes.models import gpt_oss
 from tests.weights import random_state
 
@@ -309,7 +309,7 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is():
     has_answers = Document("both", np.zeros(3, np.int32), none[:3], none[:3], answers=(1, 1))
     for asked, settings, message in (
         ([*ok, long], {}, "'long' does not fit: its 300 token slots exceed the capacity of 256"),
-        ([*ok, loud], {}, "'loud' does not fit: its 520 mel frames exceed the audio_capacity of 480"),
+        ([*ok, loud], {}, "'loud' does not fit: its 520 audio frames exceed the audio_capacity of 480"),
         ([has_answers], {}, "'both' has 2 answers already"),
         (ok, {"temperature": -1.0}, "temperature is -1"),
         (ok, {"group_size": 9}, "a group of 9 answers; expected 1 to 8"),

@@ -31,7 +31,8 @@ from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.models.dropout import Draws, drawing, dropped
 from jaxthd.packing.document import Document
 from jaxthd.steps.forward import objective_of
-from tests.helpers import clip_of, filled_state
+from tests.clips import clip_of
+from tests.helpers import filled_state
 
 LLM = LLMConfig(
     pattern="M*-",
