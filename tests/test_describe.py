@@ -112,8 +112,8 @@ def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshC
     assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(canonical))
     assert [g.name for g in groups] == [
         "embedding", "M Mamba2", "E routed experts", "E latent projection", "E router", "E shared expert",
-        "* attention", "- MLP", "RMSNorms", "head", "subsampling", "feed-forward", "attention",
-        "convolution", "LayerNorms", "adapter",
+        "* attention", "- MLP", "RMSNorms", "head", "attention", "convolution", "feed-forward",
+        "LayerNorms", "subsampling", "adapter",
     ]  # fmt: skip
     sizes = state_bytes(config)
     real = {"parameters": state.params, "gradients": state.params, "AdamW moments": state.opt_state}

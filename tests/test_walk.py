@@ -47,7 +47,8 @@ WALK = (
     "data/audio/recordings.py",
     "data/audio/containers.py",
     "data/audio/decoder.py",
-    "data/audio/features.py",
+    "models/front_ends/fastconformer/settings.py",
+    "models/front_ends/log_mel.py",
     "packing/document.py",
     "data/skipped.py",
     "data/packer.py",
@@ -60,7 +61,6 @@ WALK = (
     LOOP := "training/loop.py",
     "training/documents.py",
     "parallel/mesh.py",
-    "steps/reference_scores.py",
 )
 """Files that each utterance enters, from its line to the call of the compiled step that computes its loss.
 

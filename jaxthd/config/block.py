@@ -134,7 +134,7 @@ class Block:
         return 0
 
     def passed(self, tensor: int, activation: int) -> PassedSizes | None:
-        """What a context chunk passes to the next; None: it passes no state.
+        """Bytes that a context chunk passes on to the next; None: it passes no state.
 
         tensor: ranks. activation: bytes of a number in compute.dtype.
         """

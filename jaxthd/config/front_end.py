@@ -10,6 +10,7 @@ Legend: S samples at 16 kHz, F frames of features, W numbers of a frame.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -52,6 +53,8 @@ class FrontEnd:
     adds: whether its vectors are added to the embeddings of the tokens at the audio slots, or replace them.
     has_bands: whether the numbers of a frame are bands of a spectrum, which data.spec_augment masks.
     frame_samples: samples from one frame to the next.
+    module: the module's class as "package.file:Class", where `build` is not given. It is imported when it is
+        built, since settings are imported without jax.
     longest_setting: the setting that bounds a piece, for messages.
     feature_settings: names of settings that features and pieces depend on.
     read_with_others: settings that change what the arrays compute, which runs do change.
@@ -62,6 +65,7 @@ class FrontEnd:
     adds: ClassVar[bool] = False
     has_bands: ClassVar[bool] = False
     frame_samples: ClassVar[int] = 160
+    module: ClassVar[str] = ""
     longest_setting: ClassVar[str] = ""
     feature_settings: ClassVar[tuple[str, ...]] = ()
     read_with_others: ClassVar[tuple[str, ...]] = ()
@@ -112,9 +116,10 @@ class FrontEnd:
         return {name: list(x) if isinstance(x, tuple) else x for name, x in found.items()}
 
     def build(self, init: Any, compute: Any) -> Any:
-        """The module, a jaxthd.models.front_ends.contract.Encoder. init: parallel.params.Init. compute:
-        ComputeConfig."""
-        raise NotImplementedError
+        """The module, a jaxthd.models.front_ends.contract.Encoder: here that of `module`. init:
+        parallel.params.Init. compute: ComputeConfig."""
+        file, _, name = self.module.partition(":")
+        return getattr(import_module(file), name)(self, init, compute)
 
     def faults(self, where: str) -> Iterable[Finding]:
         """Faults of the settings. where: their path, "model.encoder"."""

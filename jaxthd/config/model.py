@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from jaxthd.config.block import Block, Blocks, usual_blocks
+from jaxthd.config.block import Block, Blocks, letters_and_titles, usual_blocks
 from jaxthd.config.front_end import FrontEnd, default_front_end
 from jaxthd.config.values import Index
 from jaxthd.errors import UserError
@@ -78,6 +78,14 @@ class LLMConfig:
     def each_block(self) -> Iterator[tuple[str, Block]]:
         """(path of its settings, block) of every kind of block in the model."""
         return ((f"model.llm.blocks.{x}", self.blocks[x]) for x in self.kinds if x in self.blocks)
+
+    def require_blocks(self) -> None:
+        """Raises ValueError for a letter of a pattern that no block has."""
+        if unknown := sorted(set(self.kinds) - set(self.blocks)):
+            raise ValueError(
+                f"model.llm.pattern has {', '.join(unknown)}; expected letters of model.llm.blocks, or of "
+                f"{letters_and_titles()}: correct it, or give the block"
+            )
 
     @property
     def window(self) -> int | None:

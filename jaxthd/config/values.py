@@ -95,8 +95,4 @@ def with_value(settings: Any, path: str, value: Any) -> Any:
         value = tuple(value)
     if not name:
         return value
-    return (
-        type(settings)({**settings, name: value})
-        if isinstance(settings, dict)
-        else replace(settings, **{name: value})
-    )
+    return {**settings, name: value} if isinstance(settings, dict) else replace(settings, **{name: value})

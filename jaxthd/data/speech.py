@@ -10,9 +10,9 @@ import numpy as np
 from jaxthd.config import Config, FilterConfig
 from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.audio.augment import Augmentation
-from jaxthd.data.audio.features import document_rng, spec_augment
 from jaxthd.data.audio.recordings import TooLongError, from_samples, load_audio
-from jaxthd.data.example import Clip, Example, Samples
+from jaxthd.data.audio.spec_augment import spec_augment
+from jaxthd.data.example import Clip, Example, Samples, document_rng
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.prompt import PromptTemplate
@@ -142,7 +142,7 @@ class SpeechDocuments:
         front_end = self._encoder
         assert front_end is not None
         runs = front_end.features(samples, dither)
-        if masks is not None:
+        if masks is not None and (self._spec_augment.freq[0] or self._spec_augment.time[0]):
             of_bands = {} if front_end.has_bands else {"freq": (0, 0)}
             runs = spec_augment(runs, replace(self._spec_augment, **of_bands), masks)
         return audio_pieces(front_end.pieces(len(samples)), runs)

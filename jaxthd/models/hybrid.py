@@ -379,6 +379,7 @@ class HybridDecoder(HybridLayers):
         compute: ComputeConfig = ComputeConfig(),
         stages: Stages | None = None,
     ) -> None:
+        llm.require_blocks()
         init = Init.of(init, compute)
         super().__init__(llm, init, stages or Stages((llm.letters,), 1, llm.stacks), compute)
         if len(self.stages.patterns) > 1:

@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthd.config import LLMConfig, MeshConfig
-from jaxthd.config.block import letters_and_titles
 from jaxthd.parallel.stages import Stages
 
 
@@ -20,11 +19,7 @@ def pipeline_stages(llm: LLMConfig, mesh: MeshConfig) -> Stages:
 
     Raises ValueError as Stages.of does, and for an unknown letter.
     """
-    if unknown := sorted(set(llm.letters) - set(llm.blocks)):
-        raise ValueError(
-            f"model.llm.pattern has {', '.join(unknown)}; expected letters of model.llm.blocks, or of "
-            f"{letters_and_titles()}: correct it, or give the block"
-        )
+    llm.require_blocks()
     return Stages.of(llm.pattern, mesh, lambda letter: llm.blocks[letter].cost(llm.dim), llm.stacks)
 
 

@@ -21,8 +21,8 @@ from jaxtyping import Int
 from jaxthd.config import MeshConfig
 from jaxthd.parallel.mesh import PIPELINE
 
-_LAYERS = ("decoder", "layers")
-"""Names on the path of the decoder's stacks."""
+_LAYERS = (("decoder", "layers"), ("", "layers"))
+"""Names before those of the decoder's stacks, in trees of the model and of the decoder alone."""
 
 Result = TypeVar("Result")
 
@@ -79,7 +79,7 @@ class Stages:
         """
         names = [str(getattr(key, "key", "")) for key in path]
         # Not the layers of an encoder, nor those of multi-token prediction, which all ranks hold whole.
-        stacks = [x for pair, x in zip(pairwise(names), names[2:], strict=False) if pair == _LAYERS]
+        stacks = [x for pair, x in zip(pairwise(["", *names]), names[1:], strict=False) if pair in _LAYERS]
         return next((letter for letter, name in self.stacks if name in stacks), None)
 
     @property

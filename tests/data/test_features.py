@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from jaxthd.config import SpecAugmentConfig
-from jaxthd.data.audio.features import document_rng, spec_augment
+from jaxthd.data.audio.spec_augment import spec_augment
+from jaxthd.data.example import document_rng
 from jaxthd.models.front_ends.log_mel import DITHER, log_mel, mel_filterbank
 
 REFERENCES = np.load(Path(__file__).parents[1] / "references" / "log_mel.npz")

@@ -57,7 +57,7 @@ def test_one_epoch_holds_every_document_once(packing, context, tensor):
     steps = list(loader)
     assert sorted(flat(keys_by_row(steps))) == GOOD
     expected = {BROKEN: "broken", LONG: "200 token slots", LOUD: "800 audio frames"}
-    expected[WIDE] = "[136, 136, 136] audio frames exceed the model's longest of 104"
+    expected[WIDE] = "[136, 136, 136] audio frames exceed the front end's longest of 104"
     assert set(skipped) == {f"item-{i}" for i in expected}
     for item, reason in expected.items():
         assert reason in skipped[f"item-{item}"]

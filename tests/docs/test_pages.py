@@ -127,7 +127,7 @@ def test_the_lines_that_the_page_about_data_shows_can_be_read(tmp_path: Path) ->
     assert all(json.loads(line) for line in shown)
 
 
-PARTS = {"context", "conv", "encoder", "experts"}
+PARTS = {"context", "conv", "encoder", "experts", "gate"}
 """Settings whose one-word names are parts of a model or a mesh, too."""
 
 

@@ -26,7 +26,7 @@ from jaxtyping import Float32
 from tqdm import tqdm
 
 from jaxthd.config.front_end import SAMPLE_RATE
-from jaxthd.data.audio.features import document_rng
+from jaxthd.data.example import document_rng
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.text.synthetic import digits_of, draw_sum, draw_text

@@ -3,21 +3,17 @@ loader's workers import it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from jaxtyping import Float32
 
-from jaxthd.config.compute import ComputeConfig
 from jaxthd.config.findings import Finding, multiples
 from jaxthd.config.front_end import FrontEnd, Piece, register_front_end
 from jaxthd.config.values import DERIVED, Range
 from jaxthd.files.tensor_names import Table
 from jaxthd.models.front_ends.fastconformer.tensors import encoder_table
 from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterbank
-
-if TYPE_CHECKING:
-    from jaxthd.models.front_ends.fastconformer.module import FastConformerEncoder
 
 SUBSAMPLING = 8
 """Mel frames per encoder frame: three stride-2 convolutions, each L -> (L - 1) // 2 + 1. 100 -> 13, 1000 ->
@@ -32,6 +28,7 @@ class FastConformer(FrontEnd):
     title = "FastConformer"
     divisible = "frames"
     has_bands = True
+    module = "jaxthd.models.front_ends.fastconformer.module:FastConformerEncoder"
     longest_setting = "model.encoder.chunk_seconds"
     feature_settings = ("chunk_seconds", "num_mels")
     read_with_others = ("chunk_seconds",)
@@ -84,11 +81,6 @@ class FastConformer(FrontEnd):
         amplitude = 0.0 if dither is None else DITHER
         return [log_mel(chunk, self.num_mels, dither=amplitude, rng=dither) for chunk in chunks]
 
-    def build(self, init: Any, compute: ComputeConfig) -> "FastConformerEncoder":
-        from jaxthd.models.front_ends.fastconformer.module import FastConformerEncoder
-
-        return FastConformerEncoder(self, init, compute)
-
     def faults(self, where: str) -> Iterator[Finding]:
         """Checks sizes that the encoder divides."""
         mels, dim, heads, taps = self.num_mels, self.dim, self.heads, self.conv_kernel
@@ -123,7 +115,7 @@ class FastConformer(FrontEnd):
         return [RelativeShape(dtype, self.heads, self.dim // self.heads, self.units(self.longest))]
 
     def tensors(self) -> Table:
-        return encoder_table(self)
+        return encoder_table(self.dim, self.subsampling_channels, self.num_mels // SUBSAMPLING)
 
     def parameters(self, path: Sequence[str]) -> tuple[str, int]:
         if path[0] != "blocks":

@@ -1,11 +1,8 @@
 """The names of FastConformer's tensors in checkpoints, as transformers has them (ParakeetEncoder)."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from jaxthd.files.tensor_names import Arrays, Below, Table, matrix
-
-if TYPE_CHECKING:
-    from jaxthd.models.front_ends.fastconformer.settings import FastConformer
 
 _SQUARE, _POINT_2D, _POINT_1D, _TAPS = (1, 3, 3), (0, 1, 1), (0, 1), (1, 0)
 """Kernels of convolutions, behind the output channels; 0 is the number of input channels or of taps."""
@@ -46,10 +43,10 @@ _BLOCK: Table = {
 }
 
 
-def encoder_table(encoder: "FastConformer") -> Table:
-    """The table of the encoder's tensors."""
+def encoder_table(dim: int, channels: int, bands: int) -> Table:
+    """The table of an encoder's tensors. channels, bands: of what its subsampling flattens."""
     # The library flattens (channels, bands), jaxthd (bands, channels).
-    view = (encoder.dim, encoder.subsampling_channels, encoder.num_mels // encoder.unit[0])
+    view = (dim, channels, bands)
     flattened = Arrays(("out.w",), view, order=(2, 1, 0), tail=(view[1] * view[2],))
     subsampling: dict[str, Any] = {
         "layers.0.weight": matrix("first.w", tail=_SQUARE),

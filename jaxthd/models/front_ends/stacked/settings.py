@@ -3,19 +3,15 @@ jax: the loader's workers import it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from jaxtyping import Float32
 
-from jaxthd.config.compute import ComputeConfig
 from jaxthd.config.findings import Finding, multiples
 from jaxthd.config.front_end import FrontEnd, Piece, register_front_end
 from jaxthd.config.values import DERIVED, Index
 from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterbank
-
-if TYPE_CHECKING:
-    from jaxthd.models.front_ends.stacked.module import StackedEncoder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +26,7 @@ class Stacked(FrontEnd):
     title = "stacked"
     divisible = "frames"
     has_bands = True
+    module = "jaxthd.models.front_ends.stacked.module:StackedEncoder"
     longest_setting = "model.encoder.chunk_outputs"
     feature_settings = ("mel_bands", "stack", "chunk_outputs", "context_outputs")
     read_with_others = ("chunk_outputs", "context_outputs")
@@ -88,11 +85,6 @@ class Stacked(FrontEnd):
     ) -> list[Float32[np.ndarray, "F W"]]:
         amplitude = 0.0 if dither is None else DITHER
         return [log_mel(samples, self.mel_bands, dither=amplitude, rng=dither)]
-
-    def build(self, init: Any, compute: ComputeConfig) -> "StackedEncoder":
-        from jaxthd.models.front_ends.stacked.module import StackedEncoder
-
-        return StackedEncoder(self, init, compute)
 
     def faults(self, where: str) -> Iterator[Finding]:
         """Checks the features, and the rotated part of a head."""

@@ -1,25 +1,14 @@
-"""Masks on features, and the generators that all random draws about an item come from. In NumPy: the loader's
-workers use them.
+"""Masks on features, in NumPy: the loader's workers draw them.
 
 Legend: F frames, M bands.
 """
 
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 from jaxtyping import Float32
 
 from jaxthd.config import SpecAugmentConfig
-
-
-def document_rng(seed: int, epoch: int, key: str) -> np.random.Generator:
-    """Returns a generator seeded by the three arguments alone: every worker, rank or slot draws the same.
-
-    The seed is their BLAKE2b hash. Python's own hash changes with every process.
-    """
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{key}".encode(), digest_size=16).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))
 
 
 def spec_augment(
