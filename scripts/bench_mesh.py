@@ -195,11 +195,7 @@ def depth_section(depths: Sequence[int], unit: str = "M-*-") -> list[Claim]:
 def share_of(mesh: MeshConfig, pattern: str) -> Config:
     """A config whose rows, slots and experts grow with the ranks: a device has the same share everywhere."""
     owners = mesh.data * mesh.context
-    llm = LLMConfig(
-        pattern=pattern,
-        vocab_size=512,
-        dim=32,
-    )
+    llm = LLMConfig(pattern=pattern, vocab_size=512, dim=32)
     usual: dict[str, Block] = {
         "*": Attention(heads=4, kv_heads=2, head_dim=8),
         "M": Mamba2(heads=4, head_dim=8, state=8, groups=2),

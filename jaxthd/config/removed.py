@@ -111,14 +111,12 @@ def _beta(name: str, was: float) -> Removed:
     return Removed(was, f'train.optimizer_options has it, as "{name}={was}"', option)
 
 
-def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> Removed:
-    """A setting that each kind of block of these letters now has, by the name `name`; others: the same of
-    more kinds.
+def _of_blocks(was: Any, letters: str, name: str) -> Removed:
+    """A setting that each kind of block of these letters now has, by the name `name`.
 
     A dot in a name parts a group of settings and one of these. Blocks that the pattern does not have did not
     read the setting: nothing becomes of it there.
     """
-    names = {letter: new for of_kind, new in ((letters, name), *others) for letter in of_kind}
 
     def moved(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
         """The blocks with this setting."""
@@ -126,18 +124,18 @@ def _of_blocks(was: Any, letters: str, name: str, *others: tuple[str, str]) -> R
             return {}  # of a run that has settings of blocks: the old default beside them said nothing
         known, usual = ("blocks", "pattern", "mtp_pattern"), usual_blocks()
         model = LLMConfig(**{name: fields[name] for name in known if name in fields})
-        of_kinds = {usual[letter].stack: new for letter, new in names.items()}
+        stacks = {usual[letter].stack for letter in letters}
         blocks = {
-            letter: with_value(block, of_kinds[block.stack], _plain(value))
+            letter: with_value(block, name, _plain(value))
             for letter, block in model.blocks.items()
-            if block.stack in of_kinds
+            if block.stack in stacks
         }
         return {"blocks": {**model.blocks, **blocks}}
 
     def now(fields: Mapping[str, Any]) -> str:
         """The new names in a model with these blocks."""
-        places = {x: f"model.llm.blocks.{x}.{new}".rstrip(".") for x, new in names.items()}
-        used = [place for x, place in places.items() if x in fields.get("blocks", names)]
+        present = [x for x in letters if x in fields.get("blocks", letters)]
+        used = [f"model.llm.blocks.{x}.{name}".rstrip(".") for x in present]
         return f"is {' and '.join(used)}" if used else "had no effect"
 
     return Removed(was, now, moved, is_moved=True)
@@ -244,7 +242,7 @@ REMOVED: dict[str, dict[str, Removed]] = {
             True,
             "answers share the slots of their prompt; those of this config go on without",
             lambda value, fields: {"share_prompts": value},
-        ),
+        )
     },
     "rollout": {
         "tokens_at_once": Removed(8, "the host looks for ended answers every 8 tokens"),

@@ -81,13 +81,7 @@ _OF_ALL: dict[str, Any] = {
     "rope_scaling": None,
 }
 _SIZE = ("hidden_size", "num_hidden_layers")
-_DIFFERING = (
-    *_SIZE,
-    "num_attention_heads",
-    "intermediate_size",
-    "rope_theta",
-    "tie_word_embeddings",
-)
+_DIFFERING = (*_SIZE, "num_attention_heads", "intermediate_size", "rope_theta", "tie_word_embeddings")
 _PUBLISHED: dict[str, dict[str, Any]] = {
     name: _OF_ALL | dict(zip(_DIFFERING, values, strict=True))
     for name, values in {

@@ -10,14 +10,7 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.files.tensor_names import Table, in_turn
-from jaxthd.hf.decoder import (
-    SOFTMAX_EXPERTS,
-    BlockFields,
-    Decoder,
-    ffn_block,
-    layer_types,
-    paired_blocks,
-)
+from jaxthd.hf.decoder import SOFTMAX_EXPERTS, BlockFields, Decoder, ffn_block, layer_types, paired_blocks
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields
 from jaxthd.models.blocks import Attention, Router

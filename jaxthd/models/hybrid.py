@@ -58,11 +58,7 @@ class Block(nnx.Module):
     block, as in model.llm.pattern."""
 
     def __init__(
-        self,
-        letter: str,
-        llm: LLMConfig,
-        init: Init | nnx.Rngs,
-        compute: ComputeConfig = ComputeConfig(),
+        self, letter: str, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init = Init.of(init, compute)
         block = llm.blocks[letter]

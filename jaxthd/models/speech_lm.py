@@ -310,12 +310,7 @@ class SpeechLM(nnx.Module):
         return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
 
     def top_k_scores(
-        self,
-        x_nD: Float[Array, "n D"],
-        batch: Batch,
-        top_k: int,
-        *,
-        temperature: float = 1.0,
+        self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int, *, temperature: float = 1.0
     ) -> TokenScores:
         """As target_log_probs, with each position's top_k likeliest tokens. Not differentiable."""
         scored = self._scored(self._left(x_nD), batch, temperature=temperature)

@@ -121,11 +121,7 @@ class Mamba2Mixer(nnx.Module):
     no_fp8 = ("dt",)  # time steps are exponents
 
     def __init__(
-        self,
-        block: Mamba2,
-        llm: LLMConfig,
-        init: Init | nnx.Rngs,
-        compute: ComputeConfig = ComputeConfig(),
+        self, block: Mamba2, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init = Init.of(init, compute)
         inner, shared = block.inner, block.shared

@@ -97,11 +97,7 @@ class MLPMixer(Stateless):
     """The multilayer perceptron, of a block or of the expert that all tokens share."""
 
     def __init__(
-        self,
-        block: FFN,
-        llm: LLMConfig,
-        init: Init | nnx.Rngs,
-        compute: ComputeConfig = ComputeConfig(),
+        self, block: FFN, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init, inner = Init.of(init, compute), block.inner
         columns = over_tensor(inner)

@@ -160,11 +160,7 @@ class MoEMixer(Stateless):
     no_lora = ("router", "up", "down")
 
     def __init__(
-        self,
-        block: MoE,
-        llm: LLMConfig,
-        init: Init | nnx.Rngs,
-        compute: ComputeConfig = ComputeConfig(),
+        self, block: MoE, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init, router = Init.of(init, compute), block.router
         width = block.latent or llm.dim
