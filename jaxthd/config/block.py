@@ -174,8 +174,8 @@ class Blocks(dict[str, Block]):
     def _refuse(self, *given: Any, **named: Any) -> NoReturn:
         raise TypeError("settings cannot be changed; expected dataclasses.replace: make new ones")
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _refuse  # type: ignore[assignment]
+    __setitem__ = __delitem__ = __ior__ = _refuse
+    clear = pop = popitem = setdefault = update = _refuse
 
 
 _KINDS: Kinds[Block] = Kinds("the block", "jaxthd.models.blocks")

@@ -252,7 +252,7 @@ def _with_removed(config: Config, removed: Mapping[str, Mapping[str, Any]]) -> t
 def _with_patterns(config: Config, overrides: Sequence[str]) -> Config:
     """The config with the patterns that the command line gives, so that it may give settings of their blocks
     too. Tells which blocks are new, on stderr."""
-    given = {}
+    given: dict[str, Any] = {}
     for word, following in zip(overrides, [*overrides[1:], ""], strict=False):
         option, mark, value = word.partition("=")
         name = option.replace("-", "_").removeprefix("__model.llm.")
