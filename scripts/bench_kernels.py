@@ -158,11 +158,10 @@ def attention(tiny: bool, peak: float, tell: Callable[[dict[str, Any]], Any]) ->
         given = attention_inputs(lengths, shape)
         pairs = sum(n * (n + 1) / 2 for n in lengths)
         of_case = replace(shape, tokens=sum(lengths), documents=len(lengths))
-        unfit = {k.name: k.unfit(this_machine()) for k in attention_kernels(of_case) if k.name in admitted}
-        for name, both in product(admitted, (False, True)):
-            if unfit[name]:
-                print(f"{name}, {case}: not run, {unfit[name]}", flush=True)
-                continue
+        unfit = {kernel.name: kernel.unfit(this_machine()) for kernel in attention_kernels(of_case)}
+        for name in (x for x in admitted if unfit[x]):
+            print(f"{name}, {case}: not run, {unfit[name]}", flush=True)
+        for name, both in product([x for x in admitted if not unfit[x]], (False, True)):
             slow = name == "xla"  # a loop over blocks, thousands in long documents
             call = partial(jax_call(name, both), *given)
             try:

@@ -4,7 +4,7 @@
     python scripts/check_gpu.py --tiny           # a small version, to try the script on a CPU
 
 Each section runs in its own process, one after the other, so one that fails or hangs does not affect the
-others. (Side by side seven programs took 200 s each to compile, and 20 to 36 s one by one.)
+others; compiled side by side, programs take many times as long:
     machine      devices, versions; the rate of a large bf16 matrix product and of a copy
     kernels      python -m jaxthd.doctor: which attention and scan kernels are admitted, with their errors
     exact        loss and every gradient of packed ragged documents on the GPU, against float64 on the CPU
@@ -30,13 +30,13 @@ import argparse
 import json
 import os
 import re
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from subprocess import PIPE, STDOUT, TimeoutExpired, run
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -80,7 +80,8 @@ def told(section: str, **found: Any) -> None:
 
 
 def seconds(call: Callable[[], Any], repeats: int = 10) -> float:
-    """Median time of a call, after a warm-up call."""
+    """Median time of a call, after two warm-up calls: XLA may record a CUDA graph in the second."""
+    jax.block_until_ready(call())
     return bench_kernels.seconds(call, repeats, calls=1)
 
 
@@ -409,9 +410,8 @@ def run_section(command: Sequence[str], left: float) -> tuple[str, str]:
     # Output is shown at once, so a section that is stopped loses none.
     env = os.environ | {"PYTHONUNBUFFERED": "1"}
     try:
-        both: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-        done = subprocess.run(command, timeout=left, cwd=ROOT, env=env, **both)
-    except subprocess.TimeoutExpired as late:
+        done = run(command, stdout=PIPE, stderr=STDOUT, text=True, timeout=left, cwd=ROOT, env=env)
+    except TimeoutExpired as late:
         printed = late.stdout or b""
         return printed.decode() if isinstance(printed, bytes) else printed, "stopped, no time left"
     return done.stdout, f"failed with exit code {done.returncode}" * (done.returncode != 0)
