@@ -20,7 +20,6 @@ from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
-    LatentAttentionConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
@@ -28,6 +27,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import MLP, LatentAttention, MoE, Router
 
 
 def config() -> Config:
@@ -51,31 +51,33 @@ def config() -> Config:
                 vocab_size=129280,
                 dim=7168,
                 norm_eps=1e-6,
-                q_heads=128,
-                rope=RopeConfig(
-                    theta=1e4,
-                    scaling="yarn",
-                    factor=40.0,
-                    original_positions=4096,
-                    mscale=1.0,
-                    mscale_all_dim=1.0,
-                ),
-                latent_attention=LatentAttentionConfig(
-                    q_lora_rank=1536,
-                    kv_lora_rank=512,
-                    qk_nope_head_dim=128,
-                    qk_rope_head_dim=64,
-                    v_head_dim=128,
-                ),
-                ffn_dim=18432,
-                ffn_form="swiglu",
-                experts=256,
-                experts_per_token=8,
-                expert_dim=2048,
-                shared_expert_dim=2048,
-                router_groups=8,
-                router_groups_per_token=4,
-                router_scale=2.5,
+                blocks={
+                    "L": LatentAttention(
+                        heads=128,
+                        rope=RopeConfig(
+                            theta=1e4,
+                            scaling="yarn",
+                            factor=40.0,
+                            original_positions=4096,
+                            mscale=1.0,
+                            mscale_all_dim=1.0,
+                        ),
+                        q_lora_rank=1536,
+                        kv_lora_rank=512,
+                        qk_nope_head_dim=128,
+                        qk_rope_head_dim=64,
+                        v_head_dim=128,
+                    ),
+                    "-": MLP(inner=18432, form="swiglu"),
+                    "E": MoE(
+                        form="swiglu",
+                        experts=256,
+                        experts_per_token=8,
+                        inner=2048,
+                        shared_inner=2048,
+                        router=Router(groups=8, groups_per_token=4, scale=2.5),
+                    ),
+                },
             ),
         ),
         adapt=AdaptConfig(

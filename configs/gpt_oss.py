@@ -25,6 +25,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import Attention, MoE, Router
 
 
 def config() -> Config:
@@ -48,23 +49,46 @@ def config() -> Config:
                 vocab_size=201088,
                 dim=2880,
                 norm_eps=1e-5,
-                q_heads=64,
-                kv_heads=8,
-                head_dim=64,
-                rope=RopeConfig(
-                    theta=150000.0, scaling="yarn", factor=32.0, original_positions=4096, truncate=False
-                ),
-                window=128,
-                attention_sinks=True,
-                attention_bias=True,
-                ffn_form="clamped_swiglu",
-                ffn_bias=True,
-                experts=32,
-                experts_per_token=4,
-                expert_dim=2880,
-                shared_expert_dim=0,
-                router="softmax",
-                router_bias=True,
+                blocks={
+                    "W": Attention(
+                        heads=64,
+                        kv_heads=8,
+                        head_dim=64,
+                        rope=RopeConfig(
+                            theta=150000.0,
+                            scaling="yarn",
+                            factor=32.0,
+                            original_positions=4096,
+                            truncate=False,
+                        ),
+                        window=128,
+                        sinks=True,
+                        bias=True,
+                    ),
+                    "*": Attention(
+                        heads=64,
+                        kv_heads=8,
+                        head_dim=64,
+                        rope=RopeConfig(
+                            theta=150000.0,
+                            scaling="yarn",
+                            factor=32.0,
+                            original_positions=4096,
+                            truncate=False,
+                        ),
+                        sinks=True,
+                        bias=True,
+                    ),
+                    "E": MoE(
+                        form="clamped_swiglu",
+                        bias=True,
+                        experts=32,
+                        experts_per_token=4,
+                        inner=2880,
+                        shared_inner=0,
+                        router=Router(scores="softmax", bias=True),
+                    ),
+                },
             ),
         ),
         adapt=AdaptConfig(

@@ -19,7 +19,6 @@ from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
-    LatentAttentionConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
@@ -27,6 +26,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import MLP, LatentAttention, MoE, Router
 
 
 def config() -> Config:
@@ -50,18 +50,25 @@ def config() -> Config:
                 vocab_size=163840,
                 dim=2048,
                 norm_eps=1e-5,
-                q_heads=16,
-                rope=RopeConfig(theta=5e4),
-                latent_attention=LatentAttentionConfig(
-                    kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128
-                ),
-                ffn_dim=11264,
-                ffn_form="swiglu",
-                experts=64,
-                experts_per_token=6,
-                expert_dim=1408,
-                shared_expert_dim=2816,
-                router_scale=2.446,
+                blocks={
+                    "L": LatentAttention(
+                        heads=16,
+                        rope=RopeConfig(theta=5e4),
+                        kv_lora_rank=512,
+                        qk_nope_head_dim=128,
+                        qk_rope_head_dim=64,
+                        v_head_dim=128,
+                    ),
+                    "-": MLP(inner=11264, form="swiglu"),
+                    "E": MoE(
+                        form="swiglu",
+                        experts=64,
+                        experts_per_token=6,
+                        inner=1408,
+                        shared_inner=2816,
+                        router=Router(scale=2.446),
+                    ),
+                },
             ),
         ),
         adapt=AdaptConfig(

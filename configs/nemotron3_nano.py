@@ -21,6 +21,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import Attention, Mamba2, MoE, Router
 
 
 def config() -> Config:
@@ -55,18 +56,17 @@ def config() -> Config:
                 pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
                 vocab_size=131072,
                 dim=2688,
-                q_heads=32,
-                kv_heads=2,
-                head_dim=128,
-                mamba_heads=64,
-                mamba_head_dim=64,
-                mamba_state=128,
-                mamba_groups=8,
-                experts=128,
-                experts_per_token=6,
-                expert_dim=1856,
-                shared_expert_dim=3712,
-                router_scale=2.5,
+                blocks={
+                    "*": Attention(heads=32, kv_heads=2, head_dim=128),
+                    "M": Mamba2(heads=64, head_dim=64, state=128, groups=8),
+                    "E": MoE(
+                        experts=128,
+                        experts_per_token=6,
+                        inner=1856,
+                        shared_inner=3712,
+                        router=Router(scale=2.5),
+                    ),
+                },
             ),
             adapter_dim=4096,
         ),

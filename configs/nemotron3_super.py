@@ -20,20 +20,22 @@ from pathlib import Path
 
 from jaxthd.config import Config
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import Router
 
 
 def config() -> Config:
     nano = load_config(Path(__file__).with_name("nemotron3_nano_1024.py"))
     llm = replace(
-        nano.model.llm,
+        nano.model.llm.with_settings("M", heads=128).with_settings(
+            "E",
+            experts=512,
+            experts_per_token=22,
+            inner=2688,
+            shared_inner=5376,
+            latent=1024,
+            router=Router(scale=5.0),
+        ),
         pattern="MEMEMEM*E" + "MEMEMEM*E" * 2 + "MEMEMEMEM*E" * 4 + "MEMEMEM*E" + "MEMEMEME",
         dim=4096,
-        mamba_heads=128,
-        experts=512,
-        experts_per_token=22,
-        expert_dim=2688,
-        shared_expert_dim=5376,
-        latent_dim=1024,
-        router_scale=5.0,
     )
     return replace(nano, model=replace(nano.model, llm=llm))

@@ -25,6 +25,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import MLP, Attention
 
 
 def config() -> Config:
@@ -48,13 +49,12 @@ def config() -> Config:
                 vocab_size=151936,
                 dim=2048,
                 norm_eps=1e-6,
-                q_heads=16,
-                kv_heads=8,
-                head_dim=128,
-                rope=RopeConfig(theta=1e6),
-                qk_norm=True,
-                ffn_dim=6144,
-                ffn_form="swiglu",
+                blocks={
+                    "*": Attention(
+                        heads=16, kv_heads=8, head_dim=128, rope=RopeConfig(theta=1e6), qk_norm=True
+                    ),
+                    "-": MLP(inner=6144, form="swiglu"),
+                },
                 tied_embedding=True,
             ),
         ),

@@ -19,7 +19,6 @@ from jaxthd.config import (
     ComputeConfig,
     Config,
     DataConfig,
-    DeltaConfig,
     LLMConfig,
     MeshConfig,
     ModelConfig,
@@ -27,6 +26,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import Attention, GatedDelta, MoE, Router
 
 
 def config() -> Config:
@@ -52,20 +52,26 @@ def config() -> Config:
                 dim=2048,
                 norm_eps=1e-6,
                 norm_zero_centred=True,
-                q_heads=16,
-                kv_heads=2,
-                head_dim=256,
-                rope=RopeConfig(theta=1e7, fraction=0.25),
-                qk_norm=True,
-                attention_gate=True,
-                ffn_form="swiglu",
-                delta=DeltaConfig(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv=4),
-                experts=512,
-                experts_per_token=10,
-                expert_dim=512,
-                shared_expert_dim=512,
-                shared_expert_gate=True,
-                router="softmax",
+                blocks={
+                    "*": Attention(
+                        heads=16,
+                        kv_heads=2,
+                        head_dim=256,
+                        rope=RopeConfig(theta=1e7, fraction=0.25),
+                        qk_norm=True,
+                        gate=True,
+                    ),
+                    "E": MoE(
+                        form="swiglu",
+                        experts=512,
+                        experts_per_token=10,
+                        inner=512,
+                        shared_inner=512,
+                        shared_gate=True,
+                        router=Router(scores="softmax"),
+                    ),
+                    "D": GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv=4),
+                },
             ),
         ),
         compute=ComputeConfig(dtype="bfloat16"),

@@ -10,104 +10,96 @@ the kinds of blocks, of norms, gates, routers and positions are the family's.
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
-from jaxthd.config import (
-    Config,
-    DeltaConfig,
-    EncoderConfig,
-    LatentAttentionConfig,
-    LLMConfig,
-    ModelConfig,
-    RopeConfig,
-    TrainConfig,
-)
+from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig, RopeConfig, TrainConfig
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import MLP, Attention, GatedDelta, LatentAttention, Mamba2, MoE, Router
 
 FAMILY = "qwen3"
-QWEN3: dict[str, Any] = {
-    "norm_eps": 1e-6,
-    "rope": RopeConfig(theta=1e4),
-    "qk_norm": True,
-    "ffn_form": "swiglu",
-}
-SOFTMAX: dict[str, Any] = {"router": "softmax", "router_scale": 1.0, "shared_expert_dim": 0}
-LATENT_ATTENTION = LatentAttentionConfig(
-    kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16
+ROPE = RopeConfig(theta=1e4)
+YARN = RopeConfig(theta=1e4, scaling="yarn", factor=4.0, original_positions=64)
+ATTENTION = Attention(heads=6, kv_heads=2, head_dim=24)
+LATENT_ATTENTION = LatentAttention(
+    heads=6, kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16, rope=ROPE
 )
-LATENT: dict[str, Any] = {
-    "norm_eps": 1e-6,
-    "rope": RopeConfig(theta=1e4),
-    "latent_attention": LATENT_ATTENTION,
-    "ffn_form": "swiglu",
-    "router_scale": 2.5,
+GPT_OSS = replace(ATTENTION, sinks=True, bias=True, rope=replace(YARN, truncate=False))
+MAMBA = Mamba2(heads=6, head_dim=32, state=16, groups=2)
+RELU_MLP, GATED_MLP = MLP(inner=192), MLP(inner=192, form="swiglu")
+EXPERTS = MoE(experts=6, experts_per_token=2, inner=48, shared_inner=48)
+FAMILIES: dict[str, LLMConfig] = {
+    "nemotron_h": LLMConfig("M-M*-", blocks={"M": MAMBA, "*": ATTENTION, "-": RELU_MLP}),
+    "nemotron3": LLMConfig(
+        "ME*E", blocks={"M": MAMBA, "*": ATTENTION, "E": replace(EXPERTS, router=Router(scale=2.5))}
+    ),
+    "qwen3": LLMConfig(
+        "*-*-*-",
+        blocks={"*": replace(ATTENTION, qk_norm=True, rope=ROPE), "-": GATED_MLP},
+        norm_eps=1e-6,
+        tied_embedding=True,
+    ),
+    "qwen3_moe": LLMConfig(
+        "*E*E*E",
+        blocks={
+            "*": replace(ATTENTION, qk_norm=True, rope=ROPE),
+            "E": replace(EXPERTS, form="swiglu", shared_inner=0, router=Router(scores="softmax")),
+        },
+        norm_eps=1e-6,
+    ),
+    "qwen3_next": LLMConfig(
+        "DEDE*E",
+        blocks={
+            "D": GatedDelta(key_heads=2, value_heads=4, key_dim=24, value_dim=24),
+            "*": replace(ATTENTION, qk_norm=True, gate=True, rope=replace(ROPE, fraction=0.25)),
+            "E": replace(EXPERTS, form="swiglu", shared_gate=True, router=Router(scores="softmax")),
+        },
+        norm_eps=1e-6,
+        norm_zero_centred=True,
+    ),
+    "gpt_oss": LLMConfig(
+        "WE*EWE",
+        blocks={
+            "W": replace(GPT_OSS, window=32),
+            "*": GPT_OSS,
+            "E": replace(
+                EXPERTS,
+                form="clamped_swiglu",
+                bias=True,
+                shared_inner=0,
+                router=Router(scores="softmax", bias=True),
+            ),
+        },
+    ),
+    "deepseek_v3": LLMConfig(
+        "L-LELE",
+        blocks={
+            "L": replace(LATENT_ATTENTION, q_lora_rank=40, rope=YARN),
+            "-": GATED_MLP,
+            "E": replace(EXPERTS, form="swiglu", router=Router(groups=3, groups_per_token=2, scale=2.5)),
+        },
+        norm_eps=1e-6,
+    ),
+    "moonlight": LLMConfig(
+        "L-LELE",
+        blocks={
+            "L": LATENT_ATTENTION,
+            "-": GATED_MLP,
+            "E": replace(EXPERTS, form="swiglu", router=Router(scale=2.5)),
+        },
+        norm_eps=1e-6,
+    ),
 }
-FAMILIES: dict[str, dict[str, Any]] = {
-    "nemotron_h": {"pattern": "M-M*-"},
-    "nemotron3": {"pattern": "ME*E", "router_scale": 2.5},
-    "qwen3": {**QWEN3, "pattern": "*-*-*-", "tied_embedding": True},
-    "qwen3_moe": {**QWEN3, **SOFTMAX, "pattern": "*E*E*E"},
-    "qwen3_next": {
-        **QWEN3,
-        "router": "softmax",
-        "router_scale": 1.0,
-        "pattern": "DEDE*E",
-        "rope": RopeConfig(theta=1e4, fraction=0.25),
-        "norm_zero_centred": True,
-        "attention_gate": True,
-        "delta": DeltaConfig(key_heads=2, value_heads=4, key_dim=24, value_dim=24),
-        "shared_expert_gate": True,
-    },
-    "gpt_oss": {
-        **SOFTMAX,
-        "pattern": "WE*EWE",
-        "window": 32,
-        "attention_sinks": True,
-        "attention_bias": True,
-        "rope": RopeConfig(theta=1e4, scaling="yarn", factor=4.0, original_positions=64, truncate=False),
-        "ffn_form": "clamped_swiglu",
-        "swiglu_limit": 7.0,
-        "ffn_bias": True,
-        "router_bias": True,
-    },
-    "deepseek_v3": {
-        **LATENT,
-        "pattern": "L-LELE",
-        "latent_attention": replace(LATENT_ATTENTION, q_lora_rank=40),
-        "rope": RopeConfig(theta=1e4, scaling="yarn", factor=4.0, original_positions=64),
-        "router_groups": 3,
-        "router_groups_per_token": 2,
-    },
-    "moonlight": {**LATENT, "pattern": "L-LELE"},
-}
-"""Each family's decoder, beside the sizes of config()."""
+"""Each family's decoder, beside its vocabulary and its dim."""
 
 
 def config(family: str = FAMILY) -> Config:
     base = load_config(Path(__file__).with_name("first_run.py"))
-    sizes: dict[str, Any] = {
-        "vocab_size": 448,
-        "dim": 96,
-        "q_heads": 6,
-        "kv_heads": 2,
-        "head_dim": 24,
-        "ffn_dim": 192,
-        "mamba_heads": 6,
-        "mamba_head_dim": 32,
-        "mamba_state": 16,
-        "mamba_groups": 2,
-        "experts": 6,
-        "experts_per_token": 2,
-        "expert_dim": 48,
-        "shared_expert_dim": 48,
-    }
     return replace(
         base,
         model=ModelConfig(
             encoder=EncoderConfig(
                 layers=2, dim=96, heads=4, ffn_dim=192, subsampling_channels=16, chunk_seconds=10.0
             ),
-            llm=LLMConfig(**sizes | FAMILIES[family]),
+            llm=replace(FAMILIES[family], vocab_size=448, dim=96),
         ),
         train=TrainConfig(
             steps=200,

@@ -25,6 +25,12 @@ if TYPE_CHECKING:
     from jaxthd.config import ModelConfig as ModelConfig
     from jaxthd.config import SpecAugmentConfig as SpecAugmentConfig
     from jaxthd.config import TrainConfig as TrainConfig
+    from jaxthd.config.block import Block as Block
+    from jaxthd.config.block import PassedSizes as PassedSizes
+    from jaxthd.config.block import register_block as register_block
+    from jaxthd.config.front_end import FrontEnd as FrontEnd
+    from jaxthd.config.front_end import Piece as Piece
+    from jaxthd.config.front_end import register_front_end as register_front_end
     from jaxthd.data.example import Clip as Clip
     from jaxthd.data.example import Example as Example
     from jaxthd.data.example import Samples as Samples
@@ -46,12 +52,16 @@ if TYPE_CHECKING:
     from jaxthd.files.config_file import load_config as load_config
     from jaxthd.inference.generator import Generator as Generator
     from jaxthd.inference.scorer import Scorer as Scorer
-    from jaxthd.models.fastconformer import FastConformer as FastConformer
+    from jaxthd.models.blocks import MLP as MLP
+    from jaxthd.models.blocks import Attention as Attention
+    from jaxthd.models.blocks import GatedDelta as GatedDelta
+    from jaxthd.models.blocks import LatentAttention as LatentAttention
+    from jaxthd.models.blocks import Mamba2 as Mamba2
+    from jaxthd.models.blocks import MoE as MoE
+    from jaxthd.models.blocks import Router as Router
+    from jaxthd.models.front_ends import FastConformer as FastConformer
+    from jaxthd.models.front_ends import Stacked as Stacked
     from jaxthd.models.hybrid import HybridDecoder as HybridDecoder
-    from jaxthd.models.mixers import MLP as MLP
-    from jaxthd.models.mixers import Attention as Attention
-    from jaxthd.models.mixers import Mamba2 as Mamba2
-    from jaxthd.models.mixers import MoE as MoE
     from jaxthd.models.speech_lm import SpeechLM as SpeechLM
     from jaxthd.models.stacks import from_stages as from_stages
     from jaxthd.models.stacks import to_stages as to_stages

@@ -39,12 +39,12 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
+from jaxthd.files.tensor_names import ArraySlice
 from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.export import export
 from jaxthd.hf.family import Family, TokenIds
 from jaxthd.hf.generation_config import added_end_tokens, write_generation_config
-from jaxthd.hf.names import ArraySlice
 from jaxthd.hf.registry import FORMATS, export_families, formats_help
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
@@ -233,7 +233,7 @@ def main(argv: list[str] | None = None) -> None:
     if options.command == "import":
         config = import_weights(options.sources, options.out, adapter_dim=options.adapter_dim)
         llm, encoder = config.model.llm, config.model.encoder
-        audio = f"encoder {encoder.layers} x {encoder.dim}" if encoder else "no encoder"
+        audio = f"{encoder.title} of dim {encoder.dim}" if encoder else "no encoder"
         rank = config.adapt.lora_rank
         audio += f"; LoRA of rank {rank} on {', '.join(config.adapt.lora_targets)}" if rank else ""
         print(f"{options.out}: {llm.letters}, dim {llm.dim}; {audio}")

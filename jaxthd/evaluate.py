@@ -26,7 +26,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxthd.checkpoints.weights import load_model
-from jaxthd.config import Config
+from jaxthd.config import Config, FrontEnd
 from jaxthd.data.dataset import SpeechData
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.error_gallery import Case, draw_gallery
@@ -134,7 +134,7 @@ def evaluate(
             outputs.write_lines(f"{result.name}.jsonl", map(document_line, result.documents))
         outputs.write_text(SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
         if is_first():
-            _draw_gallery(results, data, gallery, out / "error_gallery.png")
+            _draw_gallery(results, data, config.model.encoder, gallery, out / "error_gallery.png")
         print(_table(summary))
         if summary["skipped_documents"]:
             print(f"{summary['skipped_documents']} skipped documents are listed in {data.skipped.path}")
@@ -226,17 +226,21 @@ def _table(summary: Mapping[str, Any]) -> str:
     return "\n".join(["", table("Evaluation", columns, rows), "", *notes])
 
 
-def _draw_gallery(results: Sequence[SetResult], data: SpeechData, most: int, path: Path) -> None:
+def _draw_gallery(
+    results: Sequence[SetResult], data: SpeechData, front_end: FrontEnd | None, most: int, path: Path
+) -> None:
     """Draws the documents with the highest word error rates; removes the picture where there are none."""
     path.unlink(missing_ok=True)
+    unit, frame_seconds = (front_end.unit, front_end.seconds(1)) if front_end else ((1, 1), 0.01)
     cases = []
     for name, document in most_wrong(results, most):
         key, words = document.decoded.key, document.words
         example = next(e for e in data.validation_examples(name) if e.key == key)
         made = data.validation_document(example)
         title = f"{name}  {key}   WER {words.wrong} / {words.total} = {words.rate:.0%}"
-        chunks = made.chunks if isinstance(made, Document) else ()
-        cases.append(Case(title, chunks, document.reference, document.hypothesis))
+        pieces = made.pieces if isinstance(made, Document) else ()
+        features = [piece.owned_features(unit) for piece in pieces]
+        cases.append(Case(title, features, document.reference, document.hypothesis, frame_seconds))
     if cases:
         draw_gallery(cases, path)
 

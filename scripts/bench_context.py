@@ -34,8 +34,8 @@ import numpy as np
 from jaxthd.config import ComputeConfig, DataConfig, LLMConfig
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
+from jaxthd.models.blocks import Mamba2
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import encoder_frames
 from jaxthd.packing.layout import attention_work, imbalance
 from jaxthd.planning.program import compiled
 from scripts.benchmark import Claim, benchmark, conclude, show
@@ -52,9 +52,9 @@ from tests.context_costs import (
     temporary_memory,
 )
 
-NANO = LLMConfig(
-    dim=2688, mamba_heads=64, mamba_head_dim=64, mamba_state=128, mamba_groups=8, expert_dim=1856
-)
+NANO = LLMConfig(dim=2688, blocks={"M": Mamba2(heads=64, head_dim=64, state=128, groups=8)})
+EXPERT_DIM = 1856
+"""Inner dim of its experts."""
 
 
 def growing_part(at: dict[int, int]) -> float:
@@ -68,8 +68,10 @@ def all_to_all_bytes(llm: LLMConfig, context: int, activation: int, *, gate: boo
 
     x, B, C and dt are sent (and the gate z where the whole in-projection is), and y comes back.
     """
-    inner = llm.mamba_heads * llm.mamba_head_dim
-    width = (3 if gate else 2) * inner + 2 * llm.mamba_groups * llm.mamba_state + llm.mamba_heads
+    scan = llm.blocks["M"].scan(1)
+    assert scan
+    inner = scan.heads * scan.head_dim
+    width = (3 if gate else 2) * inner + 2 * scan.groups * scan.state + scan.heads
     return 2 * width * activation * (context - 1) / context**2
 
 
@@ -79,7 +81,7 @@ def token_lengths(manifest: str) -> list[int]:
         return np.random.default_rng(0).lognormal(math.log(300), 1.2, 1000).astype(int).clip(1).tolist()
     utterances, _ = open_source(SourceSetting(str(manifest))).read(DataConfig())
     timed = [(u.text, u.duration) for u in utterances if u.duration is not None]
-    return [encoder_frames(round(100 * seconds)) + len(text.encode()) + 1 for text, seconds in timed]
+    return [-(-(round(100 * seconds)) // 8) + len(text.encode()) + 1 for text, seconds in timed]
 
 
 def ragged_dot_flops(experts: int, rows: int, dim: int, inner: int) -> float:
@@ -229,7 +231,7 @@ def show_crossover(contexts: Sequence[int], tokens: int = 32768) -> None:
 
 
 def experts_section(tokens: int) -> list[Claim]:
-    dim, inner, block = NANO.dim, NANO.expert_dim, COMPUTE.blocks.experts
+    dim, inner, block = NANO.dim, EXPERT_DIM, COMPUTE.blocks.experts
     rows, claims = [], []
     for per_token in (2, 6):
         cost = partial(expert_flops, per_token=per_token, tokens=tokens, block=block, dim=dim, inner=inner)

@@ -24,6 +24,7 @@ Compile times are printed, never checked.
 import re
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise, product
 from math import prod
 from pathlib import Path
@@ -42,6 +43,8 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.config.block import Block
+from jaxthd.models.blocks import Attention, Mamba2, MoE
 from jaxthd.parallel.mesh import CONTEXT, TENSOR
 from jaxthd.parallel.schedule import make_schedule
 from jaxthd.planning.compiled_step import lowered_step
@@ -192,22 +195,13 @@ def depth_section(depths: Sequence[int], unit: str = "M-*-") -> list[Claim]:
 def share_of(mesh: MeshConfig, pattern: str) -> Config:
     """A config whose rows, slots and experts grow with the ranks: a device has the same share everywhere."""
     owners = mesh.data * mesh.context
-    llm = LLMConfig(
-        pattern=pattern,
-        vocab_size=512,
-        dim=32,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=8,
-        mamba_heads=4,
-        mamba_head_dim=8,
-        mamba_state=8,
-        mamba_groups=2,
-        experts=2 * owners,
-        experts_per_token=2,
-        expert_dim=16,
-        shared_expert_dim=16,
-    )
+    llm = LLMConfig(pattern=pattern, vocab_size=512, dim=32)
+    usual: dict[str, Block] = {
+        "*": Attention(heads=4, kv_heads=2, head_dim=8),
+        "M": Mamba2(heads=4, head_dim=8, state=8, groups=2),
+        "E": MoE(experts=2 * owners, experts_per_token=2, inner=16, shared_inner=16),
+    }
+    llm = replace(llm, blocks={x: block for x, block in usual.items() if x in llm.kinds})
     data = DataConfig(rows=2 * mesh.data, capacity=64 * mesh.context, audio_capacity=0, max_documents=16)
     blocks = BlockSizes(scan=16, attention=32, loss=32, vocabulary=64, experts=8)
     model = ModelConfig(encoder=None, llm=llm)

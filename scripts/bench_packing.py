@@ -33,6 +33,8 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxthd.config import FrontEnd
+
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import grain
@@ -46,8 +48,10 @@ from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.models.blocks import MLP, Attention, Mamba2
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.packing.batch import Batch, concatenate_rows, with_rows
-from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.run.startup import keep_freed_memory
 from jaxthd.steps.blueprint import Blueprint
@@ -63,7 +67,9 @@ TEXT_LONGEST, TEXT_DOCUMENTS, MOST_RECORDINGS = 4096, 140, 600
 MODEL = ModelConfig(
     encoder=EncoderConfig(layers=2, dim=64, ffn_dim=256, subsampling_channels=16),
     llm=LLMConfig(
-        pattern="M-M*-", dim=192, ffn_dim=768, q_heads=1, kv_heads=1, mamba_heads=4, mamba_head_dim=96
+        pattern="M-M*-",
+        dim=192,
+        blocks={"-": MLP(inner=768), "*": Attention(heads=1, kv_heads=1), "M": Mamba2(heads=4, head_dim=96)},
     ),
 )
 """A model small enough for two cores."""
@@ -138,19 +144,19 @@ def ladder(needed: Sequence[tuple[int, float]], rungs: int = RUNGS, step: int = 
     return best(len(lengths) - 1, rungs)[1]
 
 
-def packed_batches(documents: Sequence[Document], wanted: int, num_mels: int) -> list[Batch]:
+def packed_batches(documents: Sequence[Document], wanted: int, front_end: FrontEnd) -> list[Batch]:
     """As many buffers as `wanted` token slots each would make, filled best-fit with all of them open.
 
     They have 1% more slots and 5% more mel frames than the documents need, and room for the longest document.
     In real training the stream goes on; here the end of a small data set must not leave half a buffer empty.
     """
-    tokens, frames = [len(d) for d in documents], [d.mel_frames for d in documents]
+    tokens, frames = [len(d) for d in documents], [front_end.taken(d.pieces) for d in documents]
     buffers = math.ceil(sum(tokens) / wanted)
     pack = PackDocuments(
         capacity=multiple(max(1.01 * sum(tokens) / buffers, *tokens), STEP),
         audio_capacity=multiple(max(1.05 * sum(frames) / buffers, *frames), SUBSAMPLING),
         max_documents=len(documents),
-        num_mels=num_mels,
+        front_end=front_end,
         packing="best_fit",
         packing_bins=2 * buffers,
     )
@@ -162,7 +168,7 @@ def multiple(size: float, unit: int) -> int:
 
 
 def padded_batches(
-    documents: Sequence[Document], rows: int, num_mels: int
+    documents: Sequence[Document], rows: int, front_end: FrontEnd
 ) -> tuple[list[Batch], list[Batch]]:
     """(batches in the given order, batches sorted by length), one document a row; both use the same lengths.
 
@@ -179,14 +185,14 @@ def padded_batches(
         return rungs[bisect_left(rungs, max(map(len, group)))]
 
     for group in chain(*sides):
-        frames[rung(group)] = max(frames.get(rung(group), 0), *(d.mel_frames for d in group))
+        frames[rung(group)] = max(frames.get(rung(group), 0), *(front_end.taken(d.pieces) for d in group))
 
     def batch(group: Sequence[Document]) -> Batch:
         pack = PackDocuments(
             capacity=rung(group),
             audio_capacity=frames[rung(group)],
             max_documents=1,
-            num_mels=num_mels,
+            front_end=front_end,
             packing="padded",
         )
         filled = [pack.row([d]).batch for d in group] + [pack.row([]).batch] * (rows - len(group))
@@ -196,10 +202,10 @@ def padded_batches(
     return in_order, by_length
 
 
-def batches_of(documents: Sequence[Document], capacity: int, num_mels: int) -> dict[str, list[Batch]]:
+def batches_of(documents: Sequence[Document], capacity: int, front_end: FrontEnd) -> dict[str, list[Batch]]:
     """The three ways. A padded batch has as many rows as a packed buffer holds documents on average."""
-    packed = packed_batches(documents, capacity, num_mels)
-    in_order, by_length = padded_batches(documents, round(len(documents) / len(packed)), num_mels)
+    packed = packed_batches(documents, capacity, front_end)
+    in_order, by_length = padded_batches(documents, round(len(documents) / len(packed)), front_end)
     return {"packed": packed, "random": in_order, "sorted": by_length}
 
 
@@ -232,8 +238,8 @@ def measure(sides: Mapping[str, Sequence[Batch]], config: Config, rounds: int) -
             programs=len({shapes(b) for b in batches}),
             slots=sum(b.tokens.size for b in batches),
             real_tokens=sum(int((b.segment_ids > 0).sum()) for b in batches),
-            frames=sum(b.mel_mask.size for b in batches if b.has_audio),
-            real_frames=sum(int(b.mel_mask.sum()) for b in batches if b.has_audio),
+            frames=sum(b.frame_mask.size for b in batches if b.has_audio),
+            real_frames=sum(int(b.frame_mask.sum()) for b in batches if b.has_audio),
             memory=max(memory(programs[shapes(b)]) for b in placed[name]),
             seconds=seconds[name],
         )
@@ -286,7 +292,7 @@ def main(argv: list[str] | None = None) -> None:
         ("recordings", speech, speech_capacity, 0.0),
         ("text", text, 2 * options.capacity, 3.8),
     ):
-        sides = batches_of(documents, capacity, config.model.audio_encoder.num_mels)
+        sides = batches_of(documents, capacity, config.model.audio_encoder)
         lengths = [len(d) for d in documents]
         title = (
             f"{name}: {len(documents):,} documents of {min(lengths)} to {max(lengths):,} tokens, "

@@ -162,9 +162,7 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
     jax.config.update("jax_platforms", "cpu")
     model = model_config(folder / "published")
     mesh = make_mesh(Config().mesh)
-    pack = PackDocuments(
-        capacity=capacity, audio_capacity=0, max_documents=capacity, num_mels=1, packing="best_fit"
-    )
+    pack = PackDocuments(capacity=capacity, audio_capacity=0, max_documents=capacity, packing="best_fit")
 
     def spliced(number: int, tokens: np.ndarray) -> Document:
         no, yes = np.zeros(len(tokens), bool), np.ones(len(tokens), bool)

@@ -22,13 +22,14 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import numpy as np
 
 from jaxthd.config import Config, RolloutConfig
-from jaxthd.data.audio.features import SAMPLE_RATE
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.example import Example, Samples, Turn
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.config_file import load_config
 from jaxthd.inference.generator import Generator
-from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
+from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.rl.rollouts import TOKENS_AT_ONCE, Rollouts
 from jaxthd.run.startup import simulate_devices
@@ -63,7 +64,7 @@ def sized(config: Config, options: argparse.Namespace) -> Config:
     """A page has room for half of the groups that are decoded at a time."""
     mesh, groups = config.mesh, options.at_once // options.group_size // 2
     unit = SUBSAMPLING * mesh.audio_ranks
-    longest = config.model.audio_encoder.chunk_frames * mesh.audio_ranks
+    longest = config.model.audio_encoder.longest * mesh.audio_ranks
     data = replace(
         config.data, capacity=128 * groups, audio_capacity=unit * -(-max(longest, 208 * groups) // unit)
     )

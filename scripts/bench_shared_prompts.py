@@ -30,6 +30,7 @@ import numpy as np
 from flax import nnx
 
 from jaxthd.config import BlockSizes, ComputeConfig, Config, DataConfig, LLMConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.intervals import KeyIntervals
@@ -47,19 +48,23 @@ WIDE = LLMConfig(
     pattern="M*-",
     vocab_size=4096,
     dim=2688,
-    ffn_dim=7424,
-    q_heads=32,
-    kv_heads=2,
-    head_dim=128,
-    mamba_heads=64,
-    mamba_head_dim=64,
-    mamba_state=128,
-    mamba_groups=8,
+    blocks={
+        "-": MLP(inner=7424),
+        "*": Attention(heads=32, kv_heads=2, head_dim=128),
+        "M": Mamba2(heads=64, head_dim=64, state=128, groups=8),
+    },
 )
 """A layer of each kind. The MLP is as wide as the experts of a token. The vocabulary is small: its products
 are equal on both sides, and with few layers they would weigh too much."""
 SMALL = replace(
-    WIDE, vocab_size=512, dim=256, ffn_dim=1024, q_heads=4, head_dim=64, mamba_heads=8, mamba_groups=2
+    WIDE,
+    vocab_size=512,
+    dim=256,
+    blocks={
+        "-": MLP(inner=1024),
+        "*": Attention(heads=4, kv_heads=2, head_dim=64),
+        "M": Mamba2(heads=8, head_dim=64, state=128, groups=2),
+    },
 )
 """For the times, on two cores."""
 MOST = 0.35
@@ -94,7 +99,7 @@ class Groups(NamedTuple):
             )
             for number in range(self.groups)
         ]
-        sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 8, "max_documents": self.most_segments}
+        sizes: dict[str, Any] = {"audio_capacity": 0, "max_documents": self.most_segments}
         capacity = self.slots(share_prompts)
         return pack_row(documents, capacity=capacity, **sizes, answers=True, share_prompts=share_prompts)[0]
 
@@ -124,12 +129,15 @@ def flops(config: Config, batch: Batch) -> Flops:
     _, *states = nnx.split(Blueprint(config).model, nnx.Param, Buffer)
     given = *map(nnx.to_pure_dict, states), batch
     program = compiled(loss_and_gradient(Blueprint(config), make_mesh(config.mesh)), *given)
+    attention, scan = llm.blocks["*"].attention(1), llm.blocks["M"].scan(1)
+    assert attention
+    assert scan
     # Forward, forward again and backward: 2 + 2 + 5 products of a block's queries and keys.
-    block = 9 * 2 * compute.blocks.attention**2 * llm.q_heads * llm.head_dim
+    block = 9 * 2 * compute.blocks.attention**2 * attention.heads * attention.key_dim
     more_blocks = sum(max(0, blocks - 1) for blocks in executed_blocks(config, batch))
     # A product and a sum for each number of the state, also 2 + 2 and about twice that backward.
     turns = -(-batch.tokens.shape[1] // compute.blocks.scan) - 1
-    state = 8 * llm.mamba_heads * llm.mamba_head_dim * llm.mamba_state
+    state = 8 * scan.heads * scan.head_dim * scan.state
     kinds = llm.letters
     return Flops(
         float(program.cost_analysis()["flops"]),

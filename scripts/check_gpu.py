@@ -47,6 +47,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from jaxthd.config import ComputeConfig, Config
+from jaxthd.config.values import with_value
 from jaxthd.files.atomic import write_atomically
 from jaxthd.kernels.choose import using, with_admitted
 from jaxthd.kernels.xla_options import OPTIONS
@@ -114,7 +115,9 @@ def run_step(
         "tokens": tokens,
         "ms": round(1e3 * took, 2),
         "tokens_per_s": round(tokens / took),
-        "audio_s_per_s": round(sum(d.mel_frames for d in documents) / 100 / took),
+        "audio_s_per_s": round(
+            sum(config.model.audio_encoder.taken(d.pieces) for d in documents) / 100 / took
+        ),
         "share_of_peak": round(flops / took / peak, 4),
         "arguments_GiB": round(sizes.argument_size_in_bytes / 2**30, 2),
         "temporary_GiB": round(sizes.temp_size_in_bytes / 2**30, 2),
@@ -191,7 +194,7 @@ def kernels(tiny: bool) -> None:
 def exact(tiny: bool) -> None:
     """Compares the GPU, in float32 with exact products and then in bfloat16, with float64 on the CPU."""
     jax.config.update("jax_enable_x64", True)
-    model = replace(TINY, encoder=replace(TINY.audio_encoder, chunk_seconds=2.0))
+    model = replace(TINY, encoder=with_value(TINY.audio_encoder, "chunk_seconds", 2.0))
     documents = recordings(600, model, most_seconds=6.0)
 
     def gradients(dtype: Any, device: jax.Device) -> tuple[float, Any]:
@@ -204,7 +207,7 @@ def exact(tiny: bool) -> None:
             start = init_state(Blueprint(using(config, dtype="float32")), mesh)
             wide = jnp.float64 if dtype == "float64" else jnp.float32
             params, buffers = jax.tree.map(lambda x: x.astype(wide), (start.params, start.buffers))
-            batch = batch._replace(mels=batch.mels.astype(wide)) if dtype == "float64" else batch
+            batch = batch._replace(features=batch.features.astype(wide)) if dtype == "float64" else batch
             found = jax.jit(loss_and_gradient(Blueprint(config), mesh))(
                 params, buffers, put_batch(batch, mesh)
             )
@@ -297,7 +300,7 @@ def models(tiny: bool) -> None:
 
 def whole(documents: list[Document]) -> Document:
     """All of their audio and text as one document."""
-    chunks = [chunk for document in documents for chunk in document.chunks]
+    chunks = [piece for document in documents for piece in document.pieces]
     text = sum(int(document.supervised.sum()) for document in documents)
     tokens = [3, *np.random.default_rng(1).integers(4, 260, text).tolist()]
     return Document.splice("whole", tokens, [False] + [True] * text, [chunks], 3)

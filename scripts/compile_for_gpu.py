@@ -242,14 +242,14 @@ def documents_of(config: Config) -> list[Document]:
     """As many recordings as a buffer takes. Like the packer, it passes over one that does not fit: here among
     the next LOOK_AHEAD."""
     tokens, frames = config.data.capacity, config.data.audio_capacity
-    found, passed_over = [], 0
+    found, passed_over, encoder = [], 0, config.model.audio_encoder
     for document in recordings(2 * tokens, config.model, 4.0 if tokens < 2048 else 60.0):
-        if len(document) > tokens or document.mel_frames > frames:
+        if len(document) > tokens or encoder.taken(document.pieces) > frames:
             passed_over += 1
             if passed_over > LOOK_AHEAD:
                 break
             continue
-        tokens, frames = tokens - len(document), frames - document.mel_frames
+        tokens, frames = tokens - len(document), frames - encoder.taken(document.pieces)
         found.append(document)
     return found
 

@@ -22,11 +22,12 @@ import numpy as np
 from jax import Array
 
 from jaxthd.config import Config
+from jaxthd.models.blocks import MoE
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.ops.attention import pallas
 from jaxthd.ops.attention.relative import distances
 from jaxthd.ops.scan.pallas import TILE
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.segments import Segments, make_segments
 from scripts.gpu_program import Computation, Frame, Instruction, Operand, Program, Shape
@@ -312,12 +313,14 @@ def pallas_work(config: Config, batch: Batch) -> Works:
         return made
 
     local = segments(batch.segment_ids, batch.positions).keys.local
-    found = _attention("attention", local.lo, local.hi, llm.q_heads // mesh.tensor, llm.head_dim)
+    sizes = llm.blocks["*"].attention(mesh.tensor)
+    assert sizes
+    found = _attention("attention", local.lo, local.hi, sizes.heads, sizes.key_dim)
     found = {name: work.shared(mesh.context**2) for name, work in found.items()}
-    if encoder is not None:
-        whole = segments(batch.chunk_ids, batch.chunk_positions).whole
+    if isinstance(encoder, FastConformer):
+        whole = segments(batch.piece_ids, batch.piece_positions).whole
         dim = encoder.dim // encoder.heads
-        width = len(distances(-(-encoder.chunk_frames // SUBSAMPLING)))
+        width = len(distances(encoder.units(encoder.longest)))
         seen = np.minimum(np.asarray(whole.hi - whole.lo) + 2 * SECTOR, width)
         unread = 2.0 * encoder.heads * float((width - seen).sum())
         clips = _attention("encoder attention", whole.lo, whole.hi, encoder.heads, dim, unread)
@@ -346,7 +349,9 @@ def _scan(config: Config) -> Works:
     """Two tokens of a scan chunk meet if their tiles do."""
     llm, chunk = config.model.llm, config.compute.blocks.scan
     tile = min(TILE, chunk)
-    heads, inner, state = llm.mamba_heads, llm.mamba_heads * llm.mamba_head_dim, llm.mamba_state
+    sizes = llm.blocks["M"].scan(1)
+    assert sizes
+    heads, inner, state = sizes.heads, sizes.heads * sizes.head_dim, sizes.state
     rows = max(1, config.data.rows // config.mesh.data // config.train.microbatches)
     tokens = rows * config.data.capacity // config.mesh.context
     pairs, of_states = tokens * (chunk + tile) / 2, 2.0 * tokens * inner * state
@@ -356,24 +361,24 @@ def _scan(config: Config) -> Works:
         "states_kernel": of_states,
         "outputs_kernel": of_states + of_heads + heads * of_groups + 3 * decays,
         "inputs_grad_kernel": of_states + of_heads + heads * of_groups + 3 * decays,
-        "scores_grad_kernel": of_heads + llm.mamba_groups * of_groups + 5 * decays,
-        "shared_grad_kernel": of_states + llm.mamba_groups * of_groups,
+        "scores_grad_kernel": of_heads + sizes.groups * of_groups + 5 * decays,
+        "shared_grad_kernel": of_states + sizes.groups * of_groups,
     }
     return {("Mamba2", name): Work(flops) for name, flops in kernels.items()}
 
 
 PARTS = (
-    ("models/subsampling.py", "", "subsampling"),
-    ("models/encoder_attention.py", "", "encoder attention"),
+    ("fastconformer/subsampling.py", "", "subsampling"),
+    ("fastconformer/attention.py", "", "encoder attention"),
     ("ops/attention/relative.py", "", "encoder attention"),
-    ("models/fastconformer.py", "ConvModule", "encoder convolution"),
-    ("models/fastconformer.py", "FeedForward", "encoder MLP"),
-    ("models/fastconformer.py", "", "encoder"),
-    ("models/mixers/moe.py", "", "experts"),
-    ("models/mixers/mamba2.py", "", "Mamba2"),
-    ("models/mixers/mlp.py", "", "MLP"),
-    ("models/mixers/attention.py", "", "attention"),
-    ("models/mixers/", "", "other mixers"),
+    ("fastconformer/module.py", "ConvModule", "encoder convolution"),
+    ("fastconformer/module.py", "FeedForward", "encoder MLP"),
+    ("models/front_ends/", "", "encoder"),
+    ("models/blocks/moe.py", "", "experts"),
+    ("models/blocks/mamba2.py", "", "Mamba2"),
+    ("models/blocks/mlp.py", "", "MLP"),
+    ("models/blocks/attention.py", "", "attention"),
+    ("models/blocks/", "", "other mixers"),
     ("models/hybrid.py", "", "decoder"),
     ("models/mtp.py", "", "multi-token prediction"),
     ("ops/cross_entropy.py", "", "head"),
@@ -604,14 +609,16 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
         return float(np.diff(np.asarray(intervals.blocks)).mean())
 
     supervised = float((np.asarray(batch.weights) > 0).sum())
-    assigned = float((np.asarray(batch.segment_ids) > 0).sum()) * llm.experts_per_token
+    experts = llm.blocks.get("E", MoE())
+    assert isinstance(experts, MoE)
+    assigned = float((np.asarray(batch.segment_ids) > 0).sum()) * experts.experts_per_token
     found = {
         "attention": of_blocks(segments(batch.segment_ids, batch.positions).keys.local),
         "head": -(-supervised // (config.mesh.context * compute.blocks.loss)),
-        "experts": assigned / compute.blocks.experts + llm.experts / 2,
+        "experts": assigned / compute.blocks.experts + experts.experts / 2,
     }
     if compute.blocks.expert_rounds:
         found["experts"] = 1.0
     if config.model.encoder is not None:
-        found["encoder attention"] = of_blocks(segments(batch.chunk_ids, batch.chunk_positions).whole)
+        found["encoder attention"] = of_blocks(segments(batch.piece_ids, batch.piece_positions).whole)
     return found

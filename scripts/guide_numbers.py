@@ -13,17 +13,20 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Bool, Float, Int
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.models.front_ends import FastConformer
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.ops.scan.contract import ScanInputs
 from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout, DualChunkSwap, attention_work, inverse_permutation
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.packing.thd_view import thd_view
 from jaxthd.parallel.mesh import CONTEXT, make_mesh
 from jaxthd.parallel.schedule import make_schedule
+from scripts.gpu_models import clip_of
 
 CAPACITY, RANKS = 128, 4
 CHUNK = CAPACITY // (2 * RANKS)
@@ -68,7 +71,7 @@ def document(key: int, prompt: Sequence[int], frames: int, answer: Sequence[int]
     mels = np.zeros((frames * SUBSAMPLING, 1), np.float32)
     tokens = [*prompt, 0, *answer]
     supervised = [False] * (len(prompt) + 1) + [True] * len(answer)
-    return Document.splice(str(key), tokens, supervised, [[mels]], placeholder=0)
+    return Document.splice(str(key), tokens, supervised, [clip_of([mels])], placeholder=0)
 
 
 def packed() -> tuple[Batch, Buffer]:
@@ -79,7 +82,7 @@ def packed() -> tuple[Batch, Buffer]:
     settings: dict[str, Any] = {
         "capacity": CAPACITY,
         "audio_capacity": CAPACITY * SUBSAMPLING,
-        "num_mels": 1,
+        "front_end": FastConformer(num_mels=1),
         "max_documents": len(documents),
         "context": RANKS,
     }
@@ -112,7 +115,12 @@ def slot_numbers() -> Numbers:
     ]
     capacity = 1 + sum(map(len, documents))
     batch, _ = pack_row(
-        documents, capacity=capacity, audio_capacity=256, num_mels=1, max_documents=2, order_seed=None
+        documents,
+        capacity=capacity,
+        audio_capacity=256,
+        front_end=FastConformer(num_mels=1),
+        max_documents=2,
+        order_seed=None,
     )
     ids, supervised = batch.segment_ids[0], batch.weights[0] > 0
     return {

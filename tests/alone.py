@@ -6,7 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxthd.packing.document import SUBSAMPLING, Document, encoder_frames
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
+from jaxthd.packing.document import Document
 from jaxthd.packing.segments import Segments, make_segments
 from tests.speech_model import CAPACITY, CHUNK, MELS, MODEL
 
@@ -38,9 +39,9 @@ def parts(one: Document) -> Parts:
     )
     filled.tokens[: len(one)], filled.supervised[: len(one)] = one.tokens, one.supervised
     slots = []
-    for c, chunk in enumerate(one.chunks):
+    for c, chunk in enumerate(piece.features for piece in one.pieces):
         filled.mels[c, : len(chunk)], filled.frames[c] = chunk, len(chunk)
-        slots += [c * CHUNK // SUBSAMPLING + f for f in range(encoder_frames(len(chunk)))]
+        slots += [c * CHUNK // SUBSAMPLING + f for f in range(-(-(len(chunk)) // 8))]
     filled.slot[: len(one)][one.is_audio] = slots
     return filled
 

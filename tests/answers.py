@@ -8,6 +8,7 @@ import numpy as np
 from jaxthd.packing.assignment import Shares
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
+from tests.clips import clip_of
 
 AUDIO = 3
 """The placeholder of a recording."""
@@ -35,7 +36,9 @@ def document_with_answers(
     lengths = rng.integers(1, most + 1, answers)
     text = rng.integers(4, vocabulary, lengths.sum())
     supervised = [False] * len(prompt) + (rng.random(len(text)) < 0.9).tolist()
-    spliced = Document.splice(key, [*prompt, *text.tolist()], supervised, clips, AUDIO)
+    spliced = Document.splice(
+        key, [*prompt, *text.tolist()], supervised, [clip_of(clip) for clip in clips], AUDIO
+    )
     numbers = {name: rng.normal(size=len(spliced)).astype(np.float32) for name in extras}
     return Document(**vars(spliced) | {"extras": numbers, "answers": tuple(lengths.tolist())})
 
@@ -66,7 +69,7 @@ def alone(document: Document) -> list[Document]:
                 tokens=document.tokens[at],
                 is_audio=document.is_audio[at],
                 supervised=document.supervised[at],
-                chunks=document.chunks,
+                pieces=document.pieces,
                 extras={name: x[at] for name, x in document.extras.items()},
             )
         )

@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
-from jaxthd.models.hybrid import Block
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
+from jaxthd.models.hybrid import Block as DecoderBlock
 from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
@@ -33,15 +34,12 @@ TINY = ModelConfig(
     llm=LLMConfig(
         pattern="M*-E",
         dim=64,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=16,
-        ffn_dim=128,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
-        expert_dim=32,
-        shared_expert_dim=64,
+        blocks={
+            "*": Attention(heads=4, kv_heads=2, head_dim=16),
+            "-": MLP(inner=128),
+            "M": Mamba2(heads=4, head_dim=16, state=16),
+            "E": MoE(inner=32, shared_inner=64),
+        },
     ),
 )
 COMPUTE = ComputeConfig()
@@ -56,7 +54,7 @@ def temporary_memory(
     _, *states = nnx.split(Blueprint(config).model, nnx.Param, Buffer)
     sizes: dict[str, Any] = {
         "audio_capacity": 0,
-        "num_mels": model.audio_encoder.num_mels,
+        "front_end": model.audio_encoder,
         "max_documents": 1,
     }
     batch, _ = pack_row([], capacity=tokens, context=context, **sizes)
@@ -85,7 +83,7 @@ def layer_bytes(
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
-    block = nnx.eval_shape(lambda: Block(kind, llm, Init(jax.random.key(0)), compute))
+    block = nnx.eval_shape(lambda: DecoderBlock(kind, llm, Init(jax.random.key(0)), compute))
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, splits: Any, dy_ND: Any) -> Any:
@@ -122,7 +120,7 @@ def passed_bytes(kind: str, llm: LLMConfig, context: int, compute: ComputeConfig
     """Bytes that a rank receives in such a layer, which passes states, for one row, as the planner says."""
     mesh, data = MeshConfig(context=context), DataConfig(rows=1)
     return layouts.passed_bytes(
-        Config(model=ModelConfig(None, llm), data=data, compute=compute, mesh=mesh), kind
+        Config(model=ModelConfig(None, llm), data=data, compute=compute, mesh=mesh), llm.blocks[kind]
     )
 
 
@@ -163,7 +161,7 @@ def buffers(lengths: Sequence[int], capacity: int, count: int) -> list[list[Docu
 
     Each buffer's documents are in order of arrival.
     """
-    pack = PackDocuments(capacity=capacity, audio_capacity=8, max_documents=capacity, num_mels=1)
+    pack = PackDocuments(capacity=capacity, audio_capacity=8, max_documents=capacity)
     fitting = [n for n in lengths if n <= capacity]
     times = math.ceil((pack.packing_bins + count) * capacity / sum(fitting))
     stream = np.random.default_rng(0).permutation(np.tile(fitting, times))
@@ -176,7 +174,7 @@ def buffers(lengths: Sequence[int], capacity: int, count: int) -> list[list[Docu
 
 
 def layout_row(documents: Sequence[Document], capacity: int, context: int, *, ordered: bool) -> Batch:
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": len(documents)}
+    sizes: dict[str, Any] = {"audio_capacity": 0, "max_documents": len(documents)}
     seed = 0 if ordered else None
     return pack_row(documents, capacity=capacity, context=context, order_seed=seed, **sizes)[0]
 

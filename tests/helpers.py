@@ -13,7 +13,8 @@ from jax.sharding import AxisType, Mesh, PartitionSpec
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import Config
 from jaxthd.files.run_folder import write_config
-from jaxthd.models.mixers import MoE
+from jaxthd.models.blocks import MoEMixer
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
@@ -23,6 +24,7 @@ from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state, checkpoint_layout, state_shardings
+from tests.clips import clip_of
 from tests.errors import relative_errors
 from tests.weights import random_state
 
@@ -63,8 +65,13 @@ def batch_of(lengths: Sequence[int], context: int) -> Batch:
         clips = [[rng.normal(size=(8 * n, 16)).astype(np.float32)]] if i % 2 == 0 else []
         tokens = [*[3] * len(clips), *rng.integers(4, 260, n).tolist()]
         supervised = [False] * len(clips) + [True] * n
-        documents.append(Document.splice(str(i), tokens, supervised, clips, 3))
-    sizes: dict[str, Any] = {"capacity": 128, "audio_capacity": 512, "num_mels": 16, "max_documents": 8}
+        documents.append(Document.splice(str(i), tokens, supervised, [clip_of(clip) for clip in clips], 3))
+    sizes: dict[str, Any] = {
+        "capacity": 128,
+        "audio_capacity": 512,
+        "front_end": FastConformer(num_mels=16),
+        "max_documents": 8,
+    }
     return pack_row(documents, **sizes, context=context, audio_ranks=context)[0]
 
 
@@ -168,20 +175,21 @@ def top_k_margins() -> Iterator[list[float]]:
     """Yields a list to which every run of an MoE layer in programs traced inside appends its smallest top-k
     margin: the least gap, over real tokens, between the biased scores of the last chosen and the first other
     expert."""
-    original, margins = MoE._experts, []
+    original, margins = MoEMixer._experts, []
 
-    def experts(self: MoE, x: Any, routed: Any) -> Any:
+    def experts(self: MoEMixer, x: Any, routed: Any) -> Any:
+        assert self.correction_bias is not None
         scores = jax.nn.sigmoid(self.router(x)) + self.correction_bias[...]
         ranked = -jnp.sort(-scores, axis=-1)
         gap = ranked[:, self.per_token - 1] - ranked[:, self.per_token]
         jax.debug.callback(lambda g: margins.append(float(g)), jnp.where(routed, gap, jnp.inf).min())
         return original(self, x, routed)
 
-    MoE._experts = experts  # type: ignore[method-assign, assignment]
+    MoEMixer._experts = experts  # type: ignore[method-assign, assignment]
     try:
         yield margins
     finally:
-        MoE._experts = original  # type: ignore[method-assign]
+        MoEMixer._experts = original  # type: ignore[method-assign]
 
 
 def assert_same(got: Any, want: Any, tolerance: float) -> None:

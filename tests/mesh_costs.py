@@ -18,6 +18,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import metadata
 from jaxthd.parallel.schedule import make_schedule
@@ -25,22 +26,19 @@ from jaxthd.planning.compiled_step import lowered_step
 from jaxthd.planning.program import UNOPTIMIZED
 from jaxthd.steps.blueprint import Blueprint, specs_of
 
+MLP_INNER = 256
 TINY = ModelConfig(
     encoder=EncoderConfig(num_mels=8, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8),
     llm=LLMConfig(
         pattern="M*-E",
         vocab_size=256,
         dim=64,
-        q_heads=4,
-        kv_heads=4,
-        head_dim=16,
-        ffn_dim=256,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=16,
-        mamba_groups=4,
-        expert_dim=64,
-        shared_expert_dim=128,
+        blocks={
+            "*": Attention(heads=4, kv_heads=4, head_dim=16),
+            "-": MLP(inner=MLP_INNER),
+            "M": Mamba2(heads=4, head_dim=16, state=16, groups=4),
+            "E": MoE(inner=64, shared_inner=128),
+        },
     ),
 )
 Remat = Literal["full", "none"]
@@ -115,7 +113,7 @@ def forward_passes(config: Config, program: Program, kept: Program) -> float:
     kept: the program that keeps all activations, which runs forward once. Both count one layer of a stage,
     whose two products take 4 operations for each token, dim and inner dim."""
     llm = config.model.llm
-    once = 4 * config.data.capacity * llm.dim * llm.ffn_dim
+    once = 4 * config.data.capacity * llm.dim * MLP_INNER
     return 1 + round(2 * (program.flops - kept.flops) / once) / 2
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxthd.config import LLMConfig
+from jaxthd.models.blocks import Attention, MoE
 
 
 def rms_norm(x: Any, weight: Any, eps: float, xp: Any) -> Any:
@@ -21,12 +22,12 @@ def softmax(x: Any, xp: Any) -> Any:
     return e / e.sum(axis=-1, keepdims=True)
 
 
-def attention(x: Any, tensors: Mapping[str, Any], llm: LLMConfig, xp: Any) -> Any:
-    tokens, d = len(x), llm.head_dim
+def attention(x: Any, tensors: Mapping[str, Any], block: Attention, xp: Any) -> Any:
+    tokens, d = len(x), block.head_dim
     q, k, v = ((x @ tensors[f"{name}_proj.weight"].T).reshape(tokens, -1, d).swapaxes(0, 1) for name in "qkv")
     causal, heads = xp.tril(xp.ones((tokens, tokens), bool)), []
-    for head in range(llm.q_heads):
-        shared = head // (llm.q_heads // llm.kv_heads)
+    for head in range(block.heads):
+        shared = head // (block.heads // block.kv_heads)
         scores = xp.where(causal, q[head] @ k[shared].T / d**0.5, -xp.inf)
         heads.append(softmax(scores, xp) @ v[shared])
     return xp.concatenate(heads, axis=1) @ tensors["o_proj.weight"].T
@@ -37,14 +38,14 @@ def mlp(x: Any, tensors: Mapping[str, Any], name: str, xp: Any) -> Any:
     return xp.maximum(x @ up.T, 0) ** 2 @ down.T
 
 
-def experts(x: Any, tensors: Mapping[str, Any], llm: LLMConfig, xp: Any) -> Any:
+def experts(x: Any, tensors: Mapping[str, Any], block: MoE, xp: Any) -> Any:
     scores = 1 / (1 + xp.exp(-(x @ tensors["gate.weight"].T)))
     ranked = scores + tensors["gate.e_score_correction_bias"]
-    chosen = ranked >= xp.sort(ranked, axis=1)[:, [-llm.experts_per_token]]
+    chosen = ranked >= xp.sort(ranked, axis=1)[:, [-block.experts_per_token]]
     weights = xp.where(chosen, scores, 0)
-    weights = llm.router_scale * weights / weights.sum(axis=1, keepdims=True)
+    weights = block.router.scale * weights / weights.sum(axis=1, keepdims=True)
     y = mlp(x, tensors, "shared_experts", xp)
-    for expert in range(llm.experts):
+    for expert in range(block.experts):
         y = y + weights[:, [expert]] * mlp(x, tensors, f"experts.{expert}", xp)
     return y
 
@@ -84,7 +85,8 @@ def mtp_logits(
                 if name.startswith(f"{number}.mixer.")
             }
             normed = rms_norm(x, at[f"{number}.norm.weight"], eps, xp)
-            x = x + (attention if letter == "*" else experts)(normed, mixer, llm, xp)
+            block: Any = llm.blocks[letter]
+            x = x + (attention if letter == "*" else experts)(normed, mixer, block, xp)
         h_TD = rms_norm(x, at[f"{size - 1}.final_layernorm.weight"], eps, xp)
         found.append(h_TD @ head_VD.T)
     return found

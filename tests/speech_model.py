@@ -18,6 +18,8 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -25,8 +27,9 @@ from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
+from tests.clips import clip_of
 from tests.meshes.batches import even_placement
-from tests.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from tests.meshes.models import deepseek, gpt_oss, qwen3, qwen3_next
 from tests.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
@@ -43,32 +46,25 @@ MODEL = ModelConfig(
         pattern="ME*-ME*-",
         vocab_size=VOCAB,
         dim=32,
-        q_heads=4,
-        kv_heads=2,
-        head_dim=8,
-        ffn_dim=32,
-        mamba_heads=4,
-        mamba_head_dim=16,
-        mamba_state=8,
-        mamba_groups=2,
-        experts=4,
-        experts_per_token=2,
-        expert_dim=12,
-        shared_expert_dim=16,
-        router_scale=2.5,
+        blocks={
+            "*": Attention(heads=4, kv_heads=2, head_dim=8),
+            "-": MLP(inner=32),
+            "M": Mamba2(heads=4, head_dim=16, state=8, groups=2),
+            "E": MoE(experts=4, experts_per_token=2, inner=12, shared_inner=16, router=Router(scale=2.5)),
+        },
     ),
     adapter_dim=24,
 )
 COMPUTE = ComputeConfig(block_sizes=BlockSizes(scan=6, attention=8, loss=16, vocabulary=20, experts=8))
 
 
-QWEN = replace(MODEL, llm=replace(MODEL.llm, **QWEN3))
+QWEN = replace(MODEL, llm=qwen3(MODEL.llm))
 """The same with the blocks of Qwen3."""
-NEXT = replace(MODEL, llm=replace(MODEL.llm, **QWEN3_NEXT))
+NEXT = replace(MODEL, llm=qwen3_next(MODEL.llm))
 """The same with the blocks of Qwen3-Next."""
-GPT = replace(MODEL, llm=replace(MODEL.llm, **GPT_OSS))
+GPT = replace(MODEL, llm=gpt_oss(MODEL.llm))
 """The same with the blocks of GPT-OSS."""
-DEEPSEEK_V3 = replace(MODEL, llm=replace(MODEL.llm, **DEEPSEEK))
+DEEPSEEK_V3 = replace(MODEL, llm=deepseek(MODEL.llm))
 """The same with the blocks of DeepSeek-V3."""
 
 
@@ -123,7 +119,7 @@ def document(key: str, spec: Spec, rng: np.random.Generator) -> Document:
         supervised.insert(at, False)
     mels = [rng.normal(size=(n, MELS)).astype(np.float32) for n in spec.clips]
     clips = [np.split(clip, range(CHUNK, len(clip), CHUNK)) for clip in mels]
-    return Document.splice(key, text, supervised, clips, PLACEHOLDER)
+    return Document.splice(key, text, supervised, [clip_of(clip) for clip in clips], PLACEHOLDER)
 
 
 @functools.cache
@@ -151,7 +147,7 @@ def pack(rows: list[list[Document]], context: int, layout: Layout = "buffer", *,
             row,
             capacity=capacity,
             audio_capacity=audio,
-            num_mels=MELS,
+            front_end=FastConformer(num_mels=MELS),
             max_documents=16,
             context=context,
             audio_ranks=context,

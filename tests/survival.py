@@ -36,6 +36,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.files.jsonl import read_lines
+from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state
 
@@ -72,13 +73,10 @@ def config() -> Config:
             llm=LLMConfig(
                 pattern="M*",
                 dim=16,
-                q_heads=2,
-                kv_heads=1,
-                head_dim=8,
-                mamba_heads=2,
-                mamba_head_dim=8,
-                mamba_state=8,
-                mamba_groups=1,
+                blocks={
+                    "*": Attention(heads=2, kv_heads=1, head_dim=8),
+                    "M": Mamba2(heads=2, head_dim=8, state=8, groups=1),
+                },
             ),
         ),
         compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),

@@ -25,6 +25,7 @@ from jaxthd.files.config_file import load_config
 from jaxthd.files.jsonl import read_lines, write_lines
 from jaxthd.hf import nemotron_omni
 from jaxthd.hf.export import export
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
@@ -100,14 +101,12 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
         pattern="ME*-M*",
         vocab_size=8 * math.ceil(tokenizer.get_vocab_size() / 8),
         dim=64,
-        head_dim=16,
-        ffn_dim=96,
-        mamba_head_dim=16,
-        mamba_state=16,
-        mamba_dt_limit=(1e-30, math.inf),
-        experts=4,
-        expert_dim=32,
-        shared_expert_dim=48,
+        blocks={
+            "*": Attention(head_dim=16),
+            "-": MLP(inner=96),
+            "M": Mamba2(head_dim=16, state=16, dt_limit=(1e-30, math.inf)),
+            "E": MoE(experts=4, inner=32, shared_inner=48),
+        },
     )
     encoder = EncoderConfig(layers=2, dim=48, ffn_dim=64, subsampling_channels=8)
     model = ModelConfig(encoder=encoder, llm=llm, adapter_dim=64)
@@ -135,8 +134,8 @@ def logits(config: Config, weights: Weights, document: Document) -> np.ndarray:
     batch, _ = pack_row(
         [document],
         capacity=-(-len(document) // 8) * 8,
-        audio_capacity=document.mel_frames,
-        num_mels=config.model.audio_encoder.num_mels,
+        audio_capacity=config.model.audio_encoder.taken(document.pieces),
+        front_end=config.model.audio_encoder,
         max_documents=1,
     )
     graph = Blueprint(config).graph

@@ -10,10 +10,11 @@ import pytest
 import jaxthd
 from jaxthd import Config, Example, LLMConfig, MeshConfig, ModelConfig, Turn, UserError
 from jaxthd.data.mixing import mixing_weights
+from jaxthd.models.blocks import MLP
 
 CONFIG = Config(
     data=jaxthd.DataConfig(capacity=128, audio_capacity=0, max_documents=8),
-    model=ModelConfig(encoder=None, llm=LLMConfig(pattern="-", dim=32, ffn_dim=64)),
+    model=ModelConfig(encoder=None, llm=LLMConfig(pattern="-", dim=32, blocks={"-": MLP(inner=64)})),
 )
 EXAMPLES = [Example(str(n), (Turn("user", ("hi",)), Turn("assistant", ("ho",)))) for n in range(4)]
 

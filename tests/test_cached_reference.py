@@ -51,7 +51,7 @@ CONFIG = Config(
         rows=2,
         workers=0,
     ),
-    model=replace(MODEL, llm=replace(MODEL.llm, pattern="M*-", ffn_dim=16)),
+    model=replace(MODEL, llm=replace(MODEL.llm, pattern="M*-").with_settings("-", inner=16)),
     compute=ComputeConfig(
         dtype="float64", context_exchange="all_gather", block_sizes=BlockSizes(scan=16, attention=32, loss=32)
     ),

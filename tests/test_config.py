@@ -4,14 +4,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
-from jaxthd.config import AugmentConfig, Config, DataConfig, EncoderConfig, MeshConfig, TrainConfig
-from jaxthd.data.audio.features import HOP
-from jaxthd.data.audio.recordings import chunk_audio
+from jaxthd.config import AugmentConfig, Config, DataConfig, MeshConfig, TrainConfig
 from jaxthd.files.config_file import load_config, with_absolute_paths
 from jaxthd.files.run_folder import open_settings, source_of
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.validate import DeviceFacts, validate
 
 CONFIGS = Path(__file__).parents[1] / "configs"
@@ -204,10 +202,9 @@ def test_a_mistake_has_its_line_also_in_a_file_given_by_a_relative_path(
 
 @pytest.mark.parametrize("seconds", [0.02, 0.29, 1.15, 10.0])
 def test_chunk_frames_is_the_longest_chunk_that_audio_is_cut_into(seconds: float) -> None:
-    chunk_samples = round(seconds * 100) * HOP
-    lengths = range(chunk_samples, 3 * chunk_samples, HOP // 2)
-    longest = max(len(c) // HOP for n in lengths for c in chunk_audio(np.zeros(n, np.float32), chunk_samples))
-    assert EncoderConfig(chunk_seconds=seconds).chunk_frames == longest
+    front_end, samples = FastConformer(chunk_seconds=seconds), round(seconds * 100) * 160
+    lengths = range(samples, 3 * samples, 80)
+    assert front_end.longest == max(piece.frames for n in lengths for piece in front_end.pieces(n))
 
 
 def test_the_mesh_multiplies_out() -> None:

@@ -28,7 +28,8 @@ def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length(kind, c
 
 def test_attention_sends_keys_and_values_around_once_and_their_gradients_home():
     context, tokens = 4, 512
-    kv = 2 * MODEL.llm.kv_heads * MODEL.llm.head_dim * 4 * tokens // context
+    sizes = MODEL.llm.blocks["*"].attention(1)
+    kv = 2 * sizes.kv_heads * sizes.key_dim * 4 * tokens // context
     # Of the ring, the backward pass sends keys and values again, but for the first time.
     for exchange, times in (("ring", 3 * (context - 1) - 1), ("all_gather", 2 * (context - 1))):
         compute = replace(COMPUTE, context_exchange=exchange)

@@ -21,11 +21,12 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import write_config
+from jaxthd.files.tensor_names import ArraySlice
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.family import TokenIds
 from jaxthd.hf.generation_config import added_end_tokens, write_generation_config
-from jaxthd.hf.names import ArraySlice
 from jaxthd.hf.registry import FAMILIES, FORMATS
+from jaxthd.models.blocks import Router
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import checkpoint_layout, init_state
@@ -347,13 +348,15 @@ def test_damaged_checkpoints_are_refused(case, tmp_path):
 def test_other_settings_are_named(omni):
     published, imported = omni
     model = model_config(published, model=BASE)
-    config = Config(model=replace(model, llm=replace(model.llm, router_scale=1.0, q_heads=8)))
+    config = Config(
+        model=replace(model, llm=model.llm.with_settings("E", router=Router()).with_settings("*", heads=8))
+    )
     with pytest.raises(
-        UserError, match=r"model.llm.q_heads: 4 there, 8 here\n.*router_scale: 2.5 there, 1.0"
+        UserError, match=r"model.llm.blocks.\*.heads: 4 there, 8 here\n.*router.scale: 2.5 there, 1.0"
     ):
         load_weights([published], Blueprint(config), make_mesh(config.mesh))
     with pytest.raises(
-        UserError, match=r"model.llm.q_heads: 4 there, 8 here\n.*router_scale: 2.5 there, 1.0"
+        UserError, match=r"model.llm.blocks.\*.heads: 4 there, 8 here\n.*router.scale: 2.5 there, 1.0"
     ):
         load_weights([imported], Blueprint(config), make_mesh(config.mesh))
 
@@ -375,5 +378,5 @@ def test_commands(omni, tmp_path, capsys):
     published, _ = omni
     main(["import", str(published), "--out", str(tmp_path / "in")])
     main(["export", str(tmp_path / "in"), "--out", str(tmp_path / "out"), "--format", "llm"])
-    assert "in: ME*-M, dim 32; encoder 2 x 32" in capsys.readouterr().out
+    assert "in: ME*-M, dim 32; FastConformer of dim 32" in capsys.readouterr().out
     assert open_checkpoint(tmp_path / "out").covers("decoder.norm.weight")

@@ -17,6 +17,7 @@ from jaxthd.config import (
 )
 from jaxthd.describe import describe, main
 from jaxthd.files.config_file import load_config
+from jaxthd.models.blocks import MLP, Mamba2, MoE
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.planning.parameters import Group, parameter_groups, state_bytes
 from jaxthd.steps.blueprint import Blueprint
@@ -26,7 +27,11 @@ NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
 SMALL = Config(
     model=ModelConfig(
         encoder=EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=32, subsampling_channels=8),
-        llm=LLMConfig(pattern="ME*-ME*-", dim=32, ffn_dim=48, mamba_heads=2, mamba_groups=1, latent_dim=8),
+        llm=LLMConfig(
+            pattern="ME*-ME*-",
+            dim=32,
+            blocks={"-": MLP(inner=48), "M": Mamba2(heads=2, groups=1), "E": MoE(latent=8)},
+        ),
     )
 )
 
@@ -106,9 +111,9 @@ def test_groups_and_bytes_are_those_of_the_state_that_training_makes(mesh: MeshC
     canonical = abstract_state(Blueprint(config)).params
     assert sum(g.parameters for g in groups) == sum(x.size for x in jax.tree.leaves(canonical))
     assert [g.name for g in groups] == [
-        "embedding", "M Mamba2", "* attention", "- MLP", "E routed experts", "E latent projection",
-        "E router", "E shared expert", "RMSNorms", "head", "subsampling", "feed-forward", "attention",
-        "convolution", "LayerNorms", "adapter",
+        "embedding", "M Mamba2", "E routed experts", "E latent projection", "E router", "E shared expert",
+        "* attention", "- MLP", "RMSNorms", "head", "attention", "convolution", "feed-forward",
+        "LayerNorms", "subsampling", "adapter",
     ]  # fmt: skip
     sizes = state_bytes(config)
     real = {"parameters": state.params, "gradients": state.params, "AdamW moments": state.opt_state}

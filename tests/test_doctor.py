@@ -53,7 +53,7 @@ def test_the_doctor_tells_the_truth_with_little_installed(
             else:
                 assert backend["refusal"] == where
                 assert not backend["errors"]
-                assert "not yet run" in backend["verified"]
+                assert backend["verified"].startswith(("not yet run", "one H200"))
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     measured = list((tmp_path / "jaxthd" / "admission").glob("*-xla-*.json"))

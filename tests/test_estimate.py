@@ -25,6 +25,7 @@ from jaxthd.config import (
 from jaxthd.describe import describe
 from jaxthd.estimate import main, programs_table
 from jaxthd.models.adapt import without_lora
+from jaxthd.models.blocks import MLP, Attention
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.mesh import bytes_of, make_mesh
 from jaxthd.planning.compiled_grpo import measure_grpo
@@ -45,14 +46,7 @@ SMALL = Config(
             pattern="*-*-*-",
             vocab_size=96,
             dim=32,
-            kv_heads=4,
-            head_dim=8,
-            ffn_dim=64,
-            mamba_heads=4,
-            mamba_head_dim=8,
-            mamba_state=8,
-            expert_dim=32,
-            shared_expert_dim=32,
+            blocks={"*": Attention(kv_heads=4, head_dim=8), "-": MLP(inner=64)},
         ),
     ),
     compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),

@@ -254,7 +254,7 @@ def test_microbatches_change_no_loss_and_no_gradient(data: int, context: int, mi
     """Rows have 113 supervised tokens, or 1, or are empty. There is no audio, since the encoder's statistics
     are those of a microbatch; the auxiliary loss is computed for each microbatch too."""
     for case in ("text only", "nothing supervised"):
-        rows = [[d for d in row if not d.chunks] for row in documents(case)]
+        rows = [[d for d in row if not d.pieces] for row in documents(case)]
         got = evaluate(pack(rows, context), data, context, microbatches=microbatches)
         assert_equal(*(without_aux(found) for found in (got, evaluate(pack(rows, 1)))))
 

@@ -17,6 +17,8 @@ import jaxthd
 from jaxthd.config import BlockSizes
 from jaxthd.data.example import Example, Samples, utterance
 from jaxthd.data.skipped import Skipped
+from jaxthd.models.blocks import MLP, Attention, Mamba2
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.objectives import OBJECTIVES
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
@@ -27,14 +29,11 @@ LLM = jaxthd.LLMConfig(
     pattern="M*-M*-",
     vocab_size=300,
     dim=16,
-    q_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    ffn_dim=16,
-    mamba_heads=4,
-    mamba_head_dim=8,
-    mamba_state=8,
-    mamba_groups=2,
+    blocks={
+        "*": Attention(heads=2, kv_heads=1, head_dim=8),
+        "-": MLP(inner=16),
+        "M": Mamba2(heads=4, head_dim=8, state=8, groups=2),
+    },
 )
 COMPUTE = jaxthd.ComputeConfig(block_sizes=BlockSizes(attention=16, loss=16, vocabulary=128, scan=8))
 
@@ -212,7 +211,7 @@ def packed(rows: list[list[jaxthd.Document]], capacity: int, context: int) -> ja
         jaxthd.pack_row,
         capacity=capacity,
         audio_capacity=0,
-        num_mels=0,
+        front_end=FastConformer(num_mels=0),
         max_documents=6,
         context=context,
         extras=Pairs.extras,

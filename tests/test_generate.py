@@ -29,12 +29,14 @@ from tests.helpers import filled_state, save_run
 ROOT = Path(__file__).parents[1]
 CONFIG = '''"""A tiny model."""
 from jaxthd.config import *
+from jaxthd.models.blocks import Attention, Mamba2
 def config():
     encoder = EncoderConfig(
         layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16, chunk_seconds=1.0
     )
     llm = LLMConfig(
-        pattern="M*", dim=16, q_heads=2, kv_heads=2, head_dim=8, mamba_heads=2, mamba_head_dim=8
+        pattern="M*", dim=16,
+        blocks={"*": Attention(heads=2, kv_heads=2, head_dim=8), "M": Mamba2(heads=2, head_dim=8)},
     )
     return Config(
         mesh=MeshConfig(tensor=2),

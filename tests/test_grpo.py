@@ -26,6 +26,7 @@ from jaxthd.config import (
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
+from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.rl.updates import BOUNDS, Agreement, require_agreement
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.train import train
@@ -67,7 +68,9 @@ def config_of(manifest: Path) -> Config:
                 num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, chunk_seconds=1.0
             ),
             llm=LLMConfig(
-                pattern="M*-", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=4, mamba_head_dim=8
+                pattern="M*-",
+                dim=16,
+                blocks={"*": Attention(heads=2, kv_heads=1, head_dim=8), "M": Mamba2(heads=4, head_dim=8)},
             ),
         ),
         posttraining=PostTrainingConfig(reference_every=3),

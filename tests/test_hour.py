@@ -13,6 +13,7 @@ import soundfile
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.files.jsonl import read_lines
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.planning.compiled_step import measure
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,13 @@ CHANGED = 60
 """Seconds at the beginning of the second validation recording that are played backwards."""
 ENCODER = EncoderConfig(num_mels=16, layers=2, dim=32, heads=2, ffn_dim=64, subsampling_channels=8)
 LLM = LLMConfig(
-    pattern="M*-", dim=32, q_heads=2, kv_heads=1, head_dim=16, ffn_dim=64, mamba_heads=2, mamba_head_dim=16
+    pattern="M*-",
+    dim=32,
+    blocks={
+        "*": Attention(heads=2, kv_heads=1, head_dim=16),
+        "-": MLP(inner=64),
+        "M": Mamba2(heads=2, head_dim=16),
+    },
 )
 
 

@@ -13,13 +13,15 @@ import jax
 import pytest
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.config.values import with_value
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.meshes.batches import CAPACITY, batch_for
 from tests.meshes.gradients import canonical_state, check, worst_of
-from tests.meshes.models import GPT_OSS, MIXED, MODEL, QWEN3_NEXT
+from tests.meshes.models import MODEL, gpt_oss, qwen3_next
+from tests.meshes.models import mixed as with_all_blocks
 from tests.meshes.runs import KINDS, adapted, meshes, mixed, predicting, unlike, variants
 
 CHOSEN = [
@@ -65,9 +67,9 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families() -> None:
 def test_the_mesh_changes_nothing_with_the_blocks_of_all_families_on_stages() -> None:
     """On context, pipeline and tensor ranks, with what the row above cannot have beside its options: an
     embedding that is also the head, on other stages; experts by a softmax; no latent for queries."""
-    tied = {"tied_embedding": True, "router": "softmax", "router_groups": 1, "router_groups_per_token": 1}
-    latent = replace(MIXED["latent_attention"], q_lora_rank=0)
-    llm = replace(MODEL.llm, **MIXED | tied | {"latent_attention": latent, "pattern": "DLW|E*-|DLW|E*-"})
+    llm = replace(with_all_blocks(MODEL.llm, "DLW|E*-|DLW|E*-"), tied_embedding=True)
+    llm = llm.with_settings("L", q_lora_rank=0)
+    llm = with_value(llm, "blocks.E.router", {"scores": "softmax", "groups": 1, "groups_per_token": 1})
     run = variants(MeshConfig(1, 2, 2, 2), "float64")[1]
     row = check(replace(run, model=replace(MODEL, llm=llm)))
     assert row["error"] <= 1e-10, row
@@ -76,7 +78,7 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families_on_stages() ->
 @pytest.mark.exhaustive
 def test_the_mesh_changes_nothing_on_more_context_ranks_than_a_window_reaches() -> None:
     """The gated delta rule passes its state over all of them."""
-    llm = replace(MODEL.llm, **QWEN3_NEXT | GPT_OSS | {"pattern": "DW"})
+    llm = gpt_oss(qwen3_next(MODEL.llm, "DE*-"), "DW")
     run = variants(MeshConfig(1, 8, 1, 1), "float64")[0]
     row = check(replace(run, model=replace(MODEL, llm=llm)))
     assert row["error"] <= 1e-10, row

@@ -19,6 +19,7 @@ from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.models.adapt import split
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.objectives import LOSS, OBJECTIVES, Objective, Tokens, make_objective, register_objective
 from jaxthd.packing.batch import Batch, concatenate_rows
@@ -119,7 +120,11 @@ def rows() -> list[list[Document]]:
 
 def pack(mesh: MeshConfig, layout: Any, share_prompts: bool) -> Batch:
     capacity = CAPACITY * (1 if share_prompts else 4) * {"buffer": 1, "whole": 4}[layout]
-    sizes: dict[str, Any] = {"capacity": capacity, "audio_capacity": AUDIO, "num_mels": MELS}
+    sizes: dict[str, Any] = {
+        "capacity": capacity,
+        "audio_capacity": AUDIO,
+        "front_end": FastConformer(num_mels=MELS),
+    }
     sizes |= {"max_documents": SEGMENTS, "context": mesh.context, "audio_ranks": mesh.audio_ranks}
     sizes |= {"extras": EXTRAS}
     packed = []

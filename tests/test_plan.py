@@ -27,6 +27,7 @@ from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.models.blocks import MLP, Mamba2
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.plan import main
 from jaxthd.planning import lengths as lengths_module
@@ -43,7 +44,9 @@ MODEL = ModelConfig(
     encoder=EncoderConfig(
         num_mels=16, layers=1, dim=8, heads=1, ffn_dim=8, subsampling_channels=8, chunk_seconds=1.0
     ),
-    llm=LLMConfig(pattern="M*-", dim=16, ffn_dim=16, mamba_heads=2, mamba_head_dim=8, mamba_groups=1),
+    llm=LLMConfig(
+        pattern="M*-", dim=16, blocks={"-": MLP(inner=16), "M": Mamba2(heads=2, head_dim=8, groups=1)}
+    ),
 )
 DATA = DataConfig(
     capacity=256,
@@ -109,10 +112,10 @@ def test_lengths_are_those_of_the_loaders_documents(manifest):
     lengths, unusable = measure(examples, config)
     assert (len(documents), unusable) == (50, 3)
     assert lengths.tokens.tolist() == [len(d) for d in documents]
-    assert lengths.frames.tolist() == [d.mel_frames for d in documents]
-    assert lengths.chunks == [list(d.chunk_frames) for d in documents]
-    assert lengths.seconds == pytest.approx([sum(map(len, d.chunks)) / 100 for d in documents])
-    assert max(map(len, lengths.chunks)) > 4
+    assert lengths.frames.tolist() == [config.model.audio_encoder.taken(d.pieces) for d in documents]
+    assert lengths.pieces == [[-(-len(x.features) // 8) * 8 for x in d.pieces] for d in documents]
+    assert lengths.seconds == pytest.approx([sum(len(x.features) for x in d.pieces) / 100 for d in documents])
+    assert max(map(len, lengths.pieces)) > 4
     whole = {clip for example in examples[:50] for clip in example.clips if clip.duration is None}
     for clip in whole:
         assert clip_samples(clip) == len(load_audio(clip.path, clip.offset))
@@ -176,7 +179,7 @@ def test_a_stream_holds_whole_epochs_or_follows_the_weights(monkeypatch):
     assert np.ptp(counts[7:]) <= 1
     frames = np.concatenate([few.frames, many.frames])
     assert drawn.frames.tolist() == frames[drawn.tokens].tolist()
-    assert drawn.chunks == [[*few.chunks, *many.chunks][i] for i in drawn.tokens]
+    assert drawn.pieces == [[*few.pieces, *many.pieces][i] for i in drawn.tokens]
     with pytest.raises(UserError, match=r"\[7, 0\] usable documents"):
         draw([few, Lengths(np.zeros(0, int), np.zeros(0, int), np.zeros(0), [])], DataConfig())
 
@@ -232,12 +235,12 @@ def test_a_long_tail_of_documents_a_buffer_is_bounded_where_that_is_cheap():
 
 
 def test_the_report_prices_documents_in_cudnns_workspace():
-    """Heads x tokens x dims of a rank, 4 bytes, once for each document and once for padding."""
+    """Heads x tokens x dims of a rank, 8 bytes, once for each document and once for padding."""
     made = make_plan(random_lengths(300), replace(CONFIG, mesh=MeshConfig(context=2, tensor=2)), 200)
     lines = [line.split() for line in describe_plan(made).splitlines()]
     for outcome in made.by_maximum:
         data = outcome.data
-        expected = size_text(4 * (data.max_documents + 1) * 2 * (data.rows * data.capacity // 2) * 32)
+        expected = size_text(8 * (data.max_documents + 1) * 2 * (data.rows * data.capacity // 2) * 32)
         row = next(words for words in lines if words[:1] == [str(data.max_documents)] and words[1][-1] == "%")
         assert " ".join(row).endswith(expected)
     without = replace(CONFIG, model=replace(MODEL, llm=replace(MODEL.llm, pattern="M-")))

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from jaxthd.config import Config, RopeConfig
-from jaxthd.config.listing import all_groups, kind_at
+from jaxthd.config.listing import all_groups, kind_at, value_at
 from jaxthd.config.removed import REMOVED, REPLACED
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
@@ -66,7 +66,6 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "compute.remat_llm": (False, {"compute.remat": "none"}),
     "compute.remat_keep": ("products", {"compute.remat": "selective"}),
     "compute.remat_stage": ("nothing", {"compute.remat": "none"}),
-    "model.llm.rope_theta": (1e6, {"model.llm.rope": RopeConfig(theta=1e6)}),
     "train.beta1": (0.8, {"train.optimizer_options": ("beta1=0.8",)}),
     "train.beta2": (0.99, {"train.optimizer_options": ("beta2=0.99",)}),
     "train.tensorboard": (False, {"train.trackers": ()}),
@@ -74,6 +73,47 @@ GIVEN: dict[str, tuple[Any, dict[str, Any]]] = {
     "train.draw_last_batch": (True, {}),
 }
 """A removed setting -> (a value other than its old default, the settings that now say so)."""
+ROPE = {"theta": 1e6, "fraction": 0.5}
+LATENT = {"kv_lora_rank": 32, "v_head_dim": 16}
+MOVED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "q_heads": (8, dict.fromkeys(["*.heads", "W.heads", "L.heads"], 8)),
+    "kv_heads": (1, dict.fromkeys(["*.kv_heads", "W.kv_heads"], 1)),
+    "head_dim": (16, dict.fromkeys(["*.head_dim", "W.head_dim"], 16)),
+    "rope_theta": (1e6, dict.fromkeys(["*.rope", "W.rope", "L.rope"], RopeConfig(theta=1e6))),
+    "rope": (ROPE, dict.fromkeys(["*.rope", "W.rope", "L.rope"], RopeConfig(**ROPE))),
+    "qk_norm": (True, dict.fromkeys(["*.qk_norm", "W.qk_norm"], True)),
+    "window": (64, {"W.window": 64, "*.window": 0}),
+    "attention_sinks": (True, dict.fromkeys(["*.sinks", "W.sinks"], True)),
+    "attention_bias": (True, dict.fromkeys(["*.bias", "W.bias"], True)),
+    "attention_gate": (True, dict.fromkeys(["*.gate", "W.gate"], True)),
+    "latent_attention": (LATENT, {"L.kv_lora_rank": 32, "L.v_head_dim": 16, "L.heads": 4}),
+    "ffn_dim": (96, {"-.inner": 96, "E.inner": 128}),
+    "ffn_form": ("swiglu", dict.fromkeys(["-.form", "E.form"], "swiglu")),
+    "swiglu_alpha": (1.5, dict.fromkeys(["-.alpha", "E.alpha"], 1.5)),
+    "swiglu_limit": (5.0, dict.fromkeys(["-.limit", "E.limit"], 5.0)),
+    "ffn_bias": (True, dict.fromkeys(["-.bias", "E.bias"], True)),
+    "mamba_heads": (4, {"M.heads": 4}),
+    "mamba_head_dim": (16, {"M.head_dim": 16}),
+    "mamba_state": (16, {"M.state": 16}),
+    "mamba_groups": (1, {"M.groups": 1}),
+    "mamba_conv": (3, {"M.conv": 3}),
+    "mamba_dt_limit": ([0.0, 1.0], {"M.dt_limit": (0.0, 1.0)}),
+    "delta": ({"key_heads": 4, "key_dim": 16}, {"D.key_heads": 4, "D.key_dim": 16, "D.value_heads": 4}),
+    "experts": (4, {"E.experts": 4}),
+    "experts_per_token": (1, {"E.experts_per_token": 1}),
+    "expert_dim": (64, {"E.inner": 64}),
+    "shared_expert_dim": (0, {"E.shared_inner": 0}),
+    "shared_expert_gate": (True, {"E.shared_gate": True}),
+    "latent_dim": (32, {"E.latent": 32}),
+    "router": ("softmax", {"E.router.scores": "softmax"}),
+    "router_normalised": (False, {"E.router.normalised": False}),
+    "router_bias": (True, {"E.router.bias": True}),
+    "router_groups": (4, {"E.router.groups": 4}),
+    "router_groups_per_token": (2, {"E.router.groups_per_token": 2}),
+    "router_scale": (2.5, {"E.router.scale": 2.5}),
+}
+"""A setting that all blocks had in common -> (a value other than its old default, what blocks now have)."""
+ALL_BLOCKS = "M*W-LDE"
 
 
 def stored_run(folder: Path, changes: dict[str, Any]) -> None:
@@ -90,8 +130,9 @@ def stored_run(folder: Path, changes: dict[str, Any]) -> None:
 
 
 def test_every_removed_setting_is_tried_and_is_none_any_more():
-    assert GIVEN.keys() == {f"{group}.{name}" for group, names in REMOVED.items() for name in names}
-    assert not GIVEN.keys() & {setting.path for group in all_groups() for setting in group.settings}
+    given = GIVEN.keys() | {f"model.llm.{name}" for name in MOVED}
+    assert given == {f"{group}.{name}" for group, names in REMOVED.items() for name in names}
+    assert not given & {setting.path for group in all_groups() for setting in group.settings}
 
 
 @pytest.mark.parametrize("path", GIVEN)
@@ -103,6 +144,36 @@ def test_a_stored_one_is_replaced_and_told(path: str, tmp_path: Path, capsys: py
     printed = capsys.readouterr().err
     assert f"config.json: {path} {value!r} is no setting any more: " in printed
     assert not differences(tmp_path, config)
+
+
+def of_blocks(config: Config, names: dict[str, Any]) -> dict[str, Any]:
+    return {name: value_at(config, f"model.llm.blocks.{name}") for name in names}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_stored_one_of_all_blocks_is_moved_to_each(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    value, expected = MOVED[name]
+    stored_run(
+        tmp_path, {"model.llm.blocks": {}, "model.llm.pattern": ALL_BLOCKS, f"model.llm.{name}": value}
+    )
+    config = read_config(tmp_path)
+    assert of_blocks(config, expected) == expected
+    assert f"settings of another name: model.llm.{name} is model.llm.blocks." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_a_config_file_may_give_one_of_all_blocks(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    value, expected = MOVED[name]
+    (tmp_path / "old.py").write_text(
+        "from jaxthd.config import *\nfrom jaxthd.config import DeltaConfig, LatentAttentionConfig\n"
+        f"def config(): return Config(model=ModelConfig(llm=LLMConfig({ALL_BLOCKS!r}, {name}={value!r})))\n"
+    )
+    assert of_blocks(load_config(tmp_path / "old.py"), expected) == expected
+    assert f"settings of another name: model.llm.{name} is model.llm.blocks." in capsys.readouterr().err
 
 
 def test_a_file_that_is_read_again_is_not_warned_of_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

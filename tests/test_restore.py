@@ -21,6 +21,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.data.dataset import SpeechData
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state, canonical_shardings
@@ -52,13 +53,12 @@ def config_for(mesh: MeshConfig) -> Config:
                 pattern="ME*-ME*-",
                 vocab_size=264,
                 dim=32,
-                head_dim=8,
-                ffn_dim=32,
-                mamba_heads=4,
-                mamba_head_dim=16,
-                mamba_state=8,
-                expert_dim=16,
-                shared_expert_dim=16,
+                blocks={
+                    "*": Attention(head_dim=8),
+                    "-": MLP(inner=32),
+                    "M": Mamba2(heads=4, head_dim=16, state=8),
+                    "E": MoE(inner=16, shared_inner=16),
+                },
             ),
         ),
         # A mesh of 2 x 1 x 4 x 1 has unequal stages.

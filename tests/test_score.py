@@ -16,6 +16,7 @@ from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
 from jaxthd.inference.scorer import DocumentScores, in_order
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
@@ -70,7 +71,12 @@ def log_probs_alone() -> dict[str, np.ndarray]:
         x_ND, _ = model.decoder(x_ND, model.segments(batch, ()))
         return jax.nn.log_softmax(model.hidden(x_ND) @ model.head[...].T)
 
-    sizes = {"capacity": CAPACITY, "audio_capacity": AUDIO, "num_mels": MELS, "max_documents": 1}
+    sizes = {
+        "capacity": CAPACITY,
+        "audio_capacity": AUDIO,
+        "front_end": FastConformer(num_mels=MELS),
+        "max_documents": 1,
+    }
     with jax.enable_x64(True):
         return {
             one.key: np.asarray(run(*state("float64"), pack_row([one], **sizes)[0]))[: len(one)]

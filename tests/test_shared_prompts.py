@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import AdaptConfig, Config, DataConfig, MeshConfig, TrainConfig
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -23,9 +24,10 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.alone import parts
 from tests.answers import alone, with_most_split
+from tests.clips import clip_of
 from tests.helpers import assert_same
 from tests.meshes.gradients import canonical_state
-from tests.meshes.models import MIXED
+from tests.meshes.models import mixed
 from tests.meshes.runs import variants
 from tests.speech_model import CHUNK, MELS, PLACEHOLDER
 from tests.test_exactness import score_packed, score_parts, scorer
@@ -67,7 +69,9 @@ def documents() -> list[list[Document]]:
         clips = [np.split(clip, range(CHUNK, len(clip), CHUNK))] if spec.clip else []
         prompt = [*before, *[PLACEHOLDER] * len(clips), *after]
         supervised = [not spec.answers and token != PLACEHOLDER for token in prompt] + [True] * len(answers)
-        spliced = Document.splice(key, [*prompt, *answers], supervised, clips, PLACEHOLDER)
+        spliced = Document.splice(
+            key, [*prompt, *answers], supervised, [clip_of(clip) for clip in clips], PLACEHOLDER
+        )
         return replace(spliced, answers=spec.answers)
 
     return [[document(f"{r}.{d}", spec) for d, spec in enumerate(row)] for r, row in enumerate(ROWS)]
@@ -78,7 +82,7 @@ def pack(mesh: MeshConfig, layout: Any = "buffer", share_prompts: bool = True) -
     sizes: dict[str, Any] = {
         "capacity": capacity * {"buffer": 1, "whole": 4}[layout],
         "audio_capacity": AUDIO,
-        "num_mels": MELS,
+        "front_end": FastConformer(num_mels=MELS),
         "max_documents": SEGMENTS,
         "context": mesh.context,
         "audio_ranks": mesh.audio_ranks,
@@ -137,7 +141,7 @@ def written_out() -> tuple[float, Any]:
 
 def with_all_blocks(config: Config) -> Config:
     """With the decoder of tests/meshes that has the blocks of all families."""
-    return replace(config, model=replace(config.model, llm=replace(config.model.llm, **MIXED)))
+    return replace(config, model=replace(config.model, llm=mixed(config.model.llm)))
 
 
 RUNS = [

@@ -23,6 +23,7 @@ from jaxthd.config import Config, DataConfig, EncoderConfig, LLMConfig, ModelCon
 from jaxthd.data import workers
 from jaxthd.data.dataset import SpeechData
 from jaxthd.data.workers import serve
+from jaxthd.models.blocks import MLP, Attention
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.goodput import TimeAccount
@@ -46,7 +47,8 @@ WALK = (
     "data/audio/recordings.py",
     "data/audio/containers.py",
     "data/audio/decoder.py",
-    "data/audio/features.py",
+    "models/front_ends/fastconformer/settings.py",
+    "models/front_ends/log_mel.py",
     "packing/document.py",
     "data/skipped.py",
     "data/packer.py",
@@ -59,7 +61,6 @@ WALK = (
     LOOP := "training/loop.py",
     "training/documents.py",
     "parallel/mesh.py",
-    "steps/reference_scores.py",
 )
 """Files that each utterance enters, from its line to the call of the compiled step that computes its loss.
 
@@ -124,7 +125,12 @@ def _config(folder: Path, utterances: int) -> Config:
     line = json.dumps({"audio_filepath": "a.wav", "text": "one two", "duration": 0.5}) + "\n"
     (folder / "m.jsonl").write_text(utterances * line)
     encoder = EncoderConfig(num_mels=80, layers=1, dim=16, heads=2, ffn_dim=24, subsampling_channels=4)
-    llm = LLMConfig(pattern="*-", vocab_size=260, dim=16, q_heads=2, kv_heads=2, head_dim=8, ffn_dim=16)
+    llm = LLMConfig(
+        pattern="*-",
+        vocab_size=260,
+        dim=16,
+        blocks={"*": Attention(heads=2, kv_heads=2, head_dim=8), "-": MLP(inner=16)},
+    )
     data = {"capacity": 32, "audio_capacity": 400, "max_documents": 4, "rows": 1, "workers": 1}
     return Config(
         model=ModelConfig(encoder=encoder, llm=llm),

@@ -27,8 +27,8 @@ class BlockSizes:
     fit go with the next send."""
     scan: int = 64
     """Tokens of a scan chunk of Mamba2 and of the gated delta rule."""
-    subsampling: int = 128
-    """Encoder frames (80 ms) that the subsampling works on at a time."""
+    front_end: int = 128
+    """Outputs of a front end's convolutions that are computed at a time."""
 
 
 SMALL_BLOCKS = BlockSizes()
@@ -68,26 +68,25 @@ class ComputeConfig:
     encoder's attention and Mamba2's scan either, which else have their own on GPUs where they are admitted.
     "te": Transformer Engine's fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and
     bfloat16. "pallas": kernels of our own, for windows, shared prompts and decoding too.
-    All are for NVIDIA GPUs, and a measurement as the run starts must admit them; none has run on one yet.
-    "auto": on GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd
-    doctor."""
+    All are for NVIDIA GPUs, and a measurement as the run starts must admit them. "auto": on
+    GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd doctor."""
     encoder_attention: Annotated[Literal["auto", "blocks", "pallas"], DERIVED] = "auto"
     """The form of the encoder's attention. "blocks": a block after the other, and none without an allowed
     pair; dense in rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must
-    admit them. On a CPU they are interpreted, for tests; they have not yet run on a GPU. "auto": pallas on
-    GPUs where it is admitted, else blocks."""
+    admit them. On a CPU they are interpreted, for tests. "auto": pallas on GPUs where it is admitted, else
+    blocks."""
     scan_backend: Annotated[str, DERIVED] = "auto"
     """The back-end of Mamba2's scan in training and evaluation. "xla": on every device. "pallas": kernels
     for NVIDIA GPUs, for chunks, head dims and states that are powers of two from 16 up; a measurement as
-    the run starts must admit them. On a CPU they are interpreted, for tests; they have not yet run on a
-    GPU. "auto": on GPUs "pallas" where it is admitted, else "xla"."""
+    the run starts must admit them. On a CPU they are interpreted, for tests. "auto": on GPUs
+    "pallas" where it is admitted, else "xla"."""
     remat: Literal["auto", "none", "selective", "layers", "full"] = "auto"
     """Activations that the backward pass computes again, instead of keeping them since the forward pass.
     "none": all are kept. "selective": those that are cheap; results of matrix products, of attention and of
     scans are kept. "layers": those inside a layer; its input is kept. "full": those inside a repeat of the
-    decoder's pattern, inside a block of the encoder and inside its subsampling. "auto": jaxthd train takes
-    the first of none, selective and full whose compiled step fits into the devices' memory; other commands
-    take full."""
+    decoder's pattern, inside a block of the encoder and inside what is before its blocks. "auto": jaxthd
+    train takes the first of none, selective and full whose compiled step fits into the devices' memory; other
+    commands take full."""
     unroll_layers: bool = False
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA

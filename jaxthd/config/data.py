@@ -150,8 +150,9 @@ class DataConfig:
     max_documents: int = Unset(64)
     """Most documents in a buffer; the packer never exceeds it. Not given, it is derived as data.capacity."""
     audio_capacity: Index = Unset(16000)  # noqa: RUF009 - it cannot be changed
-    """Most mel frames (10 ms) of the documents in a buffer. It shapes the stream of buffers. The ranks that
-    share a buffer share its mel frames evenly. Not given, it is derived as data.capacity."""
+    """Most frames of the front end (10 ms of mel features) of the documents in a buffer. It shapes the stream
+    of buffers. The ranks that share a buffer share its frames evenly. Not given, it is derived as
+    data.capacity."""
     packing_bins: int = 8
     """Buffers that the packer keeps open at a time. More of them pack tighter and shuffle more."""
     max_skipped_share: float = 0.1

@@ -1,46 +1,13 @@
 """The settings that a checkpoint of the model depends on: encoder, LLM, adapter."""
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
 
-from jaxthd.config.delta import DeltaConfig
-from jaxthd.config.latent_attention import LatentAttentionConfig
-from jaxthd.config.rope import RopeConfig
-from jaxthd.config.values import Index, Range
+from jaxthd.config.block import Block, Blocks, letters_and_titles, usual_blocks
+from jaxthd.config.front_end import FrontEnd, default_front_end
+from jaxthd.config.values import Index
 from jaxthd.errors import UserError
-
-
-@dataclass(frozen=True)
-class EncoderConfig:
-    """FastConformer over packed log-mel frames."""
-
-    num_mels: int = 80
-    """Mel bands of the features."""
-    layers: int = 4
-    """Conformer blocks."""
-    dim: int = 128
-    """Model dim."""
-    heads: int = 4
-    """Attention heads."""
-    ffn_dim: int = 512
-    """Inner dim of each of the two feed-forward modules."""
-    conv_kernel: int = 9
-    """Taps of the depthwise convolution; odd."""
-    subsampling_channels: int = 64
-    """Channels of the stride-2 convolutions."""
-    linear_bias: bool = True
-    """Biases in attention and feed-forward modules."""
-    conv_bias: bool = True
-    """Biases in convolution modules."""
-    scale_input: bool = True
-    """Multiply the subsampled features by sqrt(dim)."""
-    chunk_seconds: Annotated[float, Range(0.02)] = 30.0
-    """Longer audio is encoded in chunks of this length. A property of the model, not of the mesh."""
-
-    @property
-    def chunk_frames(self) -> int:
-        """Most mel frames of an encoder chunk. A tail of one frame joins the chunk before it."""
-        return round(self.chunk_seconds * 100) + 1
 
 
 @dataclass(frozen=True)
@@ -48,9 +15,8 @@ class LLMConfig:
     """The decoder: blocks of any kinds in any order; docs/backbones.md has the families' patterns."""
 
     pattern: str = "M-M*-"
-    """One letter per block: M Mamba2, D gated delta rule, * attention, W attention in a window, L latent
-    attention, - MLP, E mixture of experts. A | marks where pipeline stages are divided; without any, they are
-    divided by cost."""
+    """One letter per block. A | marks where pipeline stages are divided; without any, they are divided by
+    cost."""
     vocab_size: int = 260
     """Rows of the embedding and of the head."""
     dim: int = 128
@@ -60,77 +26,8 @@ class LLMConfig:
     norm_zero_centred: bool = False
     """Whether the weights of RMSNorms are stored as their difference from 1 (Qwen3-Next): those of the
     blocks, of attention's queries and keys, the final one, and those of multi-token prediction."""
-    q_heads: int = 4
-    """Query heads."""
-    kv_heads: int = 2
-    """Key and value heads; must divide q_heads."""
-    head_dim: int = 32
-    """Dim of an attention head."""
-    rope: RopeConfig = field(default_factory=RopeConfig)
-    qk_norm: bool = False
-    """Whether attention's queries and keys are normalised, each head by itself (Qwen3)."""
-    window: int = 128
-    """Tokens that a token sees in attention with the letter W: itself and those before it (GPT-OSS: 128)."""
-    attention_sinks: bool = False
-    """Whether each attention head has a learnt score that stands beside its keys in the softmax (GPT-OSS)."""
-    attention_bias: bool = False
-    """Whether attention's four projections have biases (GPT-OSS)."""
-    attention_gate: bool = False
-    """Whether attention's outputs are multiplied by the sigmoid of a projection of its input (Qwen3-Next)."""
-    latent_attention: LatentAttentionConfig = field(default_factory=LatentAttentionConfig)
-    ffn_dim: int = 512
-    """Inner dim of the MLP."""
-    ffn_form: Literal["relu2", "swiglu", "clamped_swiglu"] = "relu2"
-    """The MLP's and the experts' form. "relu2": down(relu(up x)^2). "swiglu": down(silu(gate x) * up x).
-    "clamped_swiglu": down((up + 1) * gate * sigmoid(alpha * gate)) of a gate of at most limit and an up from
-    -limit to limit (GPT-OSS)."""
-    swiglu_alpha: float = 1.702
-    """alpha of "clamped_swiglu"."""
-    swiglu_limit: float = 7.0
-    """limit of "clamped_swiglu"."""
-    ffn_bias: bool = False
-    """Whether the projections of the MLP and of the experts have biases (GPT-OSS)."""
     tied_embedding: bool = False
     """Whether the head is the embedding: one matrix for both."""
-    mamba_heads: int = 8
-    """Mamba2 heads."""
-    mamba_head_dim: int = 32
-    """Dim of a Mamba2 head."""
-    mamba_state: int = 32
-    """State size N of a Mamba2 head."""
-    mamba_groups: int = 2
-    """Groups of heads that share B and C; must divide mamba_heads."""
-    mamba_conv: int = 4
-    """Taps of the causal convolution."""
-    mamba_dt_limit: tuple[float, float] = (0.0, float("inf"))
-    """Lower and upper limit of the time step after softplus."""
-    delta: DeltaConfig = field(default_factory=DeltaConfig)
-    experts: int = 8
-    """Routed experts."""
-    experts_per_token: int = 2
-    """Experts a token is sent to."""
-    expert_dim: int = 128
-    """Inner dim of a routed expert."""
-    shared_expert_dim: Index = 256
-    """Inner dim of the shared expert; 0: there is none (Qwen3)."""
-    shared_expert_gate: bool = False
-    """Whether the shared expert's output is multiplied by the sigmoid of one number a token (Qwen3-Next)."""
-    latent_dim: Index = 0
-    """Dim of the latent projection around the routed experts; 0 for none."""
-    router: Literal["sigmoid", "softmax"] = "sigmoid"
-    """The router's scores: "sigmoid", of each expert by itself, with a correction bias in the choice that
-    evens out the load (Nemotron-3); "softmax", over all experts (Qwen3), to be used with train.aux_loss."""
-    router_normalised: bool = True
-    """Whether the weights of a token's experts are their scores over their sum; otherwise their scores."""
-    router_bias: bool = False
-    """Whether the router's projection has a bias (GPT-OSS)."""
-    router_groups: int = 1
-    """Groups that the experts are divided into (DeepSeek-V3: 8); 1: none."""
-    router_groups_per_token: int = 1
-    """Groups that a token's experts are chosen from (DeepSeek-V3: 4): those whose two best experts have the
-    largest sum of scores."""
-    router_scale: float = 1.0
-    """Factor on the sum of the routed experts' outputs."""
     mtp_pattern: str = ""
     """Blocks of one depth of multi-token prediction, such as "*E"; "" for none. It is trained beside
     next-token prediction (train.mtp_loss) and exported; validation, scoring and generation do not use it."""
@@ -139,15 +36,19 @@ class LLMConfig:
     mtp_shared: bool = True
     """All depths share one set of weights (Nemotron-3); otherwise each depth has its own."""
 
-    @property
-    def is_gated(self) -> bool:
-        """Whether the MLP and the experts have a gate."""
-        return self.ffn_form != "relu2"
+    blocks: dict[str, Block] = field(default_factory=dict)
+    """The settings of each kind of block, by the letter that it has in the patterns. Letters that are used
+    and not given here are M Mamba2, D gated delta rule, * attention, W attention in a window, L latent
+    attention, - MLP, E mixture of experts, with their default settings."""
 
-    @property
-    def ffn_matrices(self) -> int:
-        """Matrices of an MLP or of an expert."""
-        return 3 if self.is_gated else 2
+    def __post_init__(self) -> None:
+        """Completes the blocks with those that letters stand for by themselves. Where another pattern has
+        replaced one, blocks that it does not have go."""
+        usual, kept = usual_blocks(), self.blocks
+        if isinstance(kept, Blocks):
+            kept = {x: y for x, y in kept.items() if x in self.kinds}
+        missing = {x: _like(usual[x], self.blocks) for x in self.kinds if x in usual and x not in kept}
+        object.__setattr__(self, "blocks", Blocks(sorted((kept | missing).items())))
 
     @property
     def letters(self) -> str:
@@ -160,17 +61,83 @@ class LLMConfig:
         return "".join(sorted(set(self.letters + self.mtp_pattern)))
 
     @property
+    def stacks(self) -> tuple[tuple[str, str], ...]:
+        """(letter, name of the stack of its layers: decoder.layers.NAME) of each kind of block, by letter.
+        Further letters of a kind have a number behind the name, those of the decoder before those of
+        multi-token prediction alone."""
+        names: dict[str, str] = {}
+        for letter in sorted(self.kinds, key=lambda x: (x not in self.letters, x)):
+            if letter not in self.blocks:
+                continue
+            stack = self.blocks[letter].stack
+            same = sum(self.blocks[x].stack == stack for x in names)
+            names[letter] = f"{stack}_{same + 1}" if same else stack
+        return tuple(sorted(names.items()))
+
+    @property
+    def each_block(self) -> Iterator[tuple[str, Block]]:
+        """(path of its settings, block) of every kind of block in the model."""
+        return ((f"model.llm.blocks.{x}", self.blocks[x]) for x in self.kinds if x in self.blocks)
+
+    def require_blocks(self) -> None:
+        """Raises ValueError for a letter of a pattern that no block has."""
+        if unknown := sorted(set(self.kinds) - set(self.blocks)):
+            raise ValueError(
+                f"model.llm.pattern has {', '.join(unknown)}; expected letters of model.llm.blocks, or of "
+                f"{letters_and_titles()}: correct it, or give the block"
+            )
+
+    @property
+    def window(self) -> int | None:
+        """Tokens that attention in windows sees; None if no block has a window. Raises ValueError for
+        several."""
+        sizes = (block.attention(1) for _, block in self.each_block)
+        found = {each.window for each in sizes if each and each.window}
+        if len(found) > 1:
+            raise ValueError(
+                f"attention has windows of {sorted(found)}; expected one size: give all "
+                "blocks with a window the same"
+            )
+        return next(iter(found), None)
+
+    def routed_layers(self, letters: str) -> int:
+        """Layers among these that send tokens to experts."""
+        return sum(self.blocks[x].routes for x in letters)
+
+    @property
     def mtp_modules(self) -> int:
         """Number of weight sets for multi-token prediction."""
         return (1 if self.mtp_shared else self.mtp_depths) if self.mtp_pattern else 0
+
+    def with_settings(self, letters: str, **settings: Any) -> "LLMConfig":
+        """The decoder with these settings in its blocks of these letters."""
+        new = {x: replace(self.blocks[x], **settings) for x in letters}
+        return replace(self, blocks={**self.blocks, **new})
+
+    def without_mtp(self) -> "LLMConfig":
+        """The decoder without multi-token prediction, and without blocks that nothing else has."""
+        blocks = {x: block for x, block in self.blocks.items() if x in self.letters}
+        return replace(self, mtp_pattern="", blocks=blocks)
+
+
+def _like(usual: Block, others: Mapping[str, Block]) -> Block:
+    """The block that a letter stands for by itself; with the settings of another block of its kind, if there
+    is one, but for those in which the letters of the kind differ (attention in a window and other)."""
+    alike = next((block for block in others.values() if type(block) is type(usual)), None)
+    if alike is None:
+        return usual
+    of_letters = [vars(block) for block in type(usual).usual().values()]
+    differing = [name for name in vars(usual) if len({repr(x[name]) for x in of_letters}) > 1]
+    return replace(alike, **{name: getattr(usual, name) for name in differing})
 
 
 @dataclass(frozen=True)
 class ModelConfig:
     """The speech LLM: encoder, adapter, decoder. A checkpoint depends on all of it, and on nothing else."""
 
-    encoder: EncoderConfig | None = field(default_factory=EncoderConfig)
-    """None: a text-only model, without encoder and adapter. Only a config file can say so."""
+    encoder: FrontEnd | None = field(default_factory=default_front_end)
+    """The audio front end. None: a text-only model, without it and the adapter. Only a config file can say
+    so."""
     llm: LLMConfig = field(default_factory=LLMConfig)
     adapter_dim: Index = 0
     """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
@@ -178,7 +145,7 @@ class ModelConfig:
     """Whether the adapter's last linear layer has a bias (Canary-Qwen)."""
 
     @property
-    def audio_encoder(self) -> EncoderConfig:
+    def audio_encoder(self) -> FrontEnd:
         """The encoder, for what cannot do without one. Raises UserError for a text-only model."""
         if self.encoder is None:
             raise UserError(

@@ -2,21 +2,27 @@
 
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, field, is_dataclass, make_dataclass
 from functools import cache
 from typing import Any, NamedTuple
 
+from jaxthd.config.block import usual_blocks
+from jaxthd.config.model import LLMConfig
+from jaxthd.config.rope import RopeConfig
+from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
 
 
 class Removed(NamedTuple):
     """was: its default, which an old config.json has whether or not it was given. now: what replaced it, for
-    the message. becomes: (value, the fields beside it) -> fields that now say the same; none where nothing
-    can be said any more.
+    the message; or makes it from the fields that replaced it. becomes: (value, the fields beside it)
+    -> fields that now say the same; none where nothing can be said any more.
     """
 
     was: Any
-    now: str
+    now: str | Callable[[Mapping[str, Any]], str]
     becomes: Callable[[Any, Mapping[str, Any]], Mapping[str, Any]] = lambda value, fields: {}
+    is_moved: bool = False
 
 
 def _half(name: str, end: int, now: str, defaults: tuple[Any, Any] = (0.0, 0.0)) -> Removed:
@@ -105,10 +111,54 @@ def _beta(name: str, was: float) -> Removed:
     return Removed(was, f'train.optimizer_options has it, as "{name}={was}"', option)
 
 
+def _of_blocks(was: Any, letters: str, name: str) -> Removed:
+    """A setting that each kind of block of these letters now has, by the name `name`.
+
+    A dot in a name parts a group of settings and one of these. Blocks that the pattern does not have did not
+    read the setting: nothing becomes of it there.
+    """
+
+    def moved(value: Any, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """The blocks with this setting."""
+        if any(isinstance(block, Mapping) for block in fields.get("blocks", {}).values()):
+            return {}  # of a run that has settings of blocks: the old default beside them said nothing
+        known, usual = ("blocks", "pattern", "mtp_pattern"), usual_blocks()
+        model = LLMConfig(**{name: fields[name] for name in known if name in fields})
+        stacks = {usual[letter].stack for letter in letters}
+        blocks = {
+            letter: with_value(block, name, _plain(value))
+            for letter, block in model.blocks.items()
+            if block.stack in stacks
+        }
+        return {"blocks": {**model.blocks, **blocks}}
+
+    def now(fields: Mapping[str, Any]) -> str:
+        """The new names in a model with these blocks."""
+        present = [x for x in letters if x in fields.get("blocks", letters)]
+        used = [f"model.llm.blocks.{x}.{name}".rstrip(".") for x in present]
+        return f"is {' and '.join(used)}" if used else "had no effect"
+
+    return Removed(was, now, moved, is_moved=True)
+
+
 _REMAT = "compute.remat says it of the whole model, and by default keeps what fits (docs/decisions/remat.md)"
 _SIZES = "it follows from compute.dtype and the device (jaxthd/config/compute.py), and affects speed only"
 _NO_GRAPHS = "xla_gpu_enable_command_buffer="
 _ONE_SIZE = "a run has one size of buffers, which jaxthd plan recommends for its data"
+_LATENT_ATTENTION = {
+    "q_lora_rank": 0,
+    "kv_lora_rank": 64,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 32,
+    "norm_eps": 1e-6,
+}
+_DELTA = {"key_heads": 2, "value_heads": 4, "key_dim": 32, "value_dim": 32, "conv": 4}
+OLD_GROUPS = {
+    name: make_dataclass(name, [(x, type(y), field(default=y)) for x, y in fields.items()], frozen=True)
+    for name, fields in (("DeltaConfig", _DELTA), ("LatentAttentionConfig", _LATENT_ATTENTION))
+}
+"""Groups of settings that there were, as old config files make them."""
 REMOVED: dict[str, dict[str, Removed]] = {
     "data": {
         "prefetch": Removed(2, "two batches are made ahead where there are data.workers, else none"),
@@ -192,7 +242,7 @@ REMOVED: dict[str, dict[str, Removed]] = {
             True,
             "answers share the slots of their prompt; those of this config go on without",
             lambda value, fields: {"share_prompts": value},
-        ),
+        )
     },
     "rollout": {
         "tokens_at_once": Removed(8, "the host looks for ended answers every 8 tokens"),
@@ -207,9 +257,41 @@ REMOVED: dict[str, dict[str, Removed]] = {
         ),
     },
     "model.llm": {
-        "rope_theta": Removed(
-            0.0, "model.llm.rope has it as theta", lambda value, fields: {"rope": {"theta": value}}
-        ),
+        "q_heads": _of_blocks(4, "*WL", "heads"),
+        "kv_heads": _of_blocks(2, "*W", "kv_heads"),
+        "head_dim": _of_blocks(32, "*W", "head_dim"),
+        "rope_theta": _of_blocks(0.0, "*WL", "rope.theta"),
+        "rope": _of_blocks(asdict(RopeConfig()), "*WL", "rope"),
+        "qk_norm": _of_blocks(False, "*W", "qk_norm"),
+        "window": _of_blocks(128, "W", "window"),
+        "attention_sinks": _of_blocks(False, "*W", "sinks"),
+        "attention_bias": _of_blocks(False, "*W", "bias"),
+        "attention_gate": _of_blocks(False, "*W", "gate"),
+        "latent_attention": _of_blocks(_LATENT_ATTENTION, "L", ""),
+        "ffn_dim": _of_blocks(512, "-", "inner"),
+        "ffn_form": _of_blocks("relu2", "-E", "form"),
+        "swiglu_alpha": _of_blocks(1.702, "-E", "alpha"),
+        "swiglu_limit": _of_blocks(7.0, "-E", "limit"),
+        "ffn_bias": _of_blocks(False, "-E", "bias"),
+        "mamba_heads": _of_blocks(8, "M", "heads"),
+        "mamba_head_dim": _of_blocks(32, "M", "head_dim"),
+        "mamba_state": _of_blocks(32, "M", "state"),
+        "mamba_groups": _of_blocks(2, "M", "groups"),
+        "mamba_conv": _of_blocks(4, "M", "conv"),
+        "mamba_dt_limit": _of_blocks((0.0, float("inf")), "M", "dt_limit"),
+        "delta": _of_blocks(_DELTA, "D", ""),
+        "experts": _of_blocks(8, "E", "experts"),
+        "experts_per_token": _of_blocks(2, "E", "experts_per_token"),
+        "expert_dim": _of_blocks(128, "E", "inner"),
+        "shared_expert_dim": _of_blocks(256, "E", "shared_inner"),
+        "shared_expert_gate": _of_blocks(False, "E", "shared_gate"),
+        "latent_dim": _of_blocks(0, "E", "latent"),
+        "router": _of_blocks("sigmoid", "E", "router.scores"),
+        "router_normalised": _of_blocks(True, "E", "router.normalised"),
+        "router_bias": _of_blocks(False, "E", "router.bias"),
+        "router_groups": _of_blocks(1, "E", "router.groups"),
+        "router_groups_per_token": _of_blocks(1, "E", "router.groups_per_token"),
+        "router_scale": _of_blocks(1.0, "E", "router.scale"),
     },
     "train": {
         "beta1": _beta("beta1", 0.9),
@@ -248,12 +330,26 @@ def renewed(group: str, fields: Mapping[str, Any]) -> tuple[dict[str, Any], list
         if where == group and present.get(name) == old_value:
             present[name] = now
             notes.append(f"{group}.{name} {old_value!r} is no choice any more, {now!r} is: {why}")
+    moved = []
     for name, old in removed.items():
         value = fields.get(name, old.was)
-        if (tuple(value) if isinstance(value, list) else value) != old.was:  # JSON has no tuples
-            present |= old.becomes(value, present)
+        was_default = _plain(value) == _plain(old.was)
+        if name not in fields or (was_default and not old.is_moved):
+            continue
+        present |= old.becomes(value, present)
+        if was_default:
+            continue
+        if old.is_moved:
+            moved.append(f"{group}.{name} {old.now(present) if callable(old.now) else old.now}")
+        else:
             notes.append(f"{group}.{name} {value!r} is no setting any more: {old.now}")
-    return present, notes
+    return present, [*notes, *([f"settings of another name: {', '.join(moved)}"] if moved else [])]
+
+
+def _plain(value: Any) -> Any:
+    """The value as JSON and config files both write it: a group of settings as a dict, a list as a tuple."""
+    value = asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+    return tuple(value) if isinstance(value, list) else value
 
 
 def renewed_paths(fields: Mapping[str, Any]) -> dict[str, Any]:

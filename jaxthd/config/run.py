@@ -43,4 +43,4 @@ class Config:
     def without_mtp(self) -> "Config":
         """This config without multi-token prediction, for work that needs only the next token. The
         parameters of multi-token prediction are then not read from a checkpoint."""
-        return replace(self, model=replace(self.model, llm=replace(self.model.llm, mtp_pattern="")))
+        return replace(self, model=replace(self.model, llm=self.model.llm.without_mtp()))

@@ -2,7 +2,8 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Annotated, NamedTuple
+from dataclasses import replace
+from typing import Annotated, Any, NamedTuple
 
 from jaxthd.errors import UserError
 
@@ -73,3 +74,25 @@ def numbers_of(
                 f"{', '.join(defaults)}: correct {setting}"
             )
     return numbers
+
+
+def with_value(settings: Any, path: str, value: Any) -> Any:
+    """Settings with the value at a dotted path; "" for all of them.
+
+    value: of a group of settings it may be a dict, of those that change.
+    """
+    name, _, rest = path.partition(".")
+    group = (
+        settings if not name else settings[name] if isinstance(settings, dict) else getattr(settings, name)
+    )
+    if rest:
+        value = with_value(group, rest, value)
+    elif isinstance(value, Mapping):
+        for inner, each in value.items():
+            group = with_value(group, inner, each)
+        value = group
+    elif isinstance(value, list):  # JSON has no tuples
+        value = tuple(value)
+    if not name:
+        return value
+    return {**settings, name: value} if isinstance(settings, dict) else replace(settings, **{name: value})

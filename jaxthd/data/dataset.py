@@ -371,5 +371,5 @@ class SpeechData:
                 for dim, pair in asdict(data.spec_augment).items()
                 for name, value in zip(("masks", "width"), pair, strict=True)
             },
-            **({"chunk_seconds": encoder.chunk_seconds, "num_mels": encoder.num_mels} if encoder else {}),
+            **(encoder.features_identity if encoder else {}),
         }

@@ -1,5 +1,6 @@
 """Conversations as turns of text and recordings: what every data source makes of its items."""
 
+import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -163,3 +164,12 @@ def merge_texts(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Sam
         elif part:
             merged.append(part)
     return tuple(merged)
+
+
+def document_rng(seed: int, epoch: int, key: str) -> np.random.Generator:
+    """Returns a generator seeded by the three arguments alone: every worker, rank or slot draws the same.
+
+    The seed is their BLAKE2b hash. Python's own hash changes with every process.
+    """
+    digest = hashlib.blake2b(f"{seed}/{epoch}/{key}".encode(), digest_size=16).digest()
+    return np.random.default_rng(int.from_bytes(digest, "little"))

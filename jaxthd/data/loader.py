@@ -42,8 +42,8 @@ class RowReport(NamedTuple):
     audio_slots_seconds: float = 0.0
 
     @classmethod
-    def of(cls, row: int, packed: PackReport, capacity: int, audio_frames: int) -> "RowReport":
-        """capacity, audio_frames: token slots and mel frames that the row has room for."""
+    def of(cls, row: int, packed: PackReport, capacity: int, seconds: float) -> "RowReport":
+        """capacity, seconds: token slots and audio that the row has room for."""
         return cls(
             row,
             len(packed.keys),
@@ -53,7 +53,7 @@ class RowReport(NamedTuple):
             packed.audio_seconds,
             packed.imbalance,
             packed.segments,
-            audio_frames / 100,
+            seconds,
         )
 
 
@@ -213,8 +213,8 @@ class _Batches(Iterator[BatchAndReport]):
         """The batch of these rows. None: a row without documents."""
         packed = [self._pack.row(*(row or RowDocuments([]))) for row in rows]
         batch = concatenate_rows([row.batch for row in packed])
-        shape = batch.tokens.shape[1], batch.mels.shape[1] if batch.has_audio else 0
-        reports = (RowReport.of(n, row.report, *shape) for n, row in zip(self._own, packed, strict=True))
+        room = self._pack.capacity, self._pack.limits.seconds
+        reports = (RowReport.of(n, row.report, *room) for n, row in zip(self._own, packed, strict=True))
         return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed))
 
     def get_state(self) -> dict[str, Any]:

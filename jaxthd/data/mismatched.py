@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from jaxthd.data.audio.features import document_rng
-from jaxthd.data.example import Alternative, Example
+from jaxthd.data.example import Alternative, Example, document_rng
 from jaxthd.errors import UserError
 
 UNLABELLED = 0.0

@@ -3,7 +3,9 @@
 PackDocuments drops into anybody's grain pipeline of Documents:
 
     documents = grain.MapDataset.source(recordings).shuffle(seed=0).map(to_document)  # None: skipped
-    pack = PackDocuments(capacity=8192, audio_capacity=48000, max_documents=64, num_mels=80, context=2)
+    pack = PackDocuments(
+        capacity=8192, audio_capacity=48000, max_documents=64, front_end=config.model.encoder, context=2
+    )
     for rows in documents.pipe(pack).batch(4):
         rows.batch, rows.report
 """
@@ -18,13 +20,13 @@ from typing import Any, NamedTuple, get_args
 import grain
 import numpy as np
 
-from jaxthd.config import Config, Packing
+from jaxthd.config import Config, FrontEnd, Packing
 from jaxthd.data.best_fit import BestFitDecreasing
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
 from jaxthd.packing.assignment import Placement, Shares, pairs_per_slot
 from jaxthd.packing.batch import Batch, without_rows
-from jaxthd.packing.document import SUBSAMPLING, Document
+from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.packing.pack import PackReport, pack_row
@@ -56,11 +58,12 @@ class SizedDocument:
 
     document: Document
     fit: Fit
+    unit_frames: int
 
     @property
     def size(self) -> tuple[int, int, int]:
-        """Token slots, encoder frames and segments that it takes in a buffer."""
-        return self.fit.slots, sum(self.fit.chunk_frames) // SUBSAMPLING, self.fit.segments
+        """Token slots, units of audio and segments that it takes in a buffer."""
+        return self.fit.slots, sum(self.fit.piece_frames) // self.unit_frames, self.fit.segments
 
 
 class RowDocuments(NamedTuple):
@@ -98,7 +101,7 @@ class PackDocuments(Sequence[Any]):
     has reported it. Documents that can never fit are skipped and reported each time they are read: in every
     epoch, and again when a restored iterator reads them once more.
 
-    Grain's own packer fills buffers by tokens and mel frames jointly. Under the layout "whole" documents of
+    Grain's own packer fills buffers by tokens and audio frames jointly. Under the layout "whole" documents of
     some buffers wait, and rows are chosen among these (packing/waiting.py).
 
     The state of a stream is (the packer's state before a buffer, which documents were yielded from there on).
@@ -113,12 +116,12 @@ class PackDocuments(Sequence[Any]):
     capacity: int
     """Token slots of a buffer; a multiple of 2 * context."""
     audio_capacity: int
-    """Most mel frames of the documents in a buffer. 0: documents with recordings are skipped, and batches
+    """Most audio frames of the documents in a buffer. 0: documents with recordings are skipped, and batches
     have no audio arrays."""
     max_documents: int
     """Most documents in a buffer. Each answer of a document with several counts, and a shared prompt."""
-    num_mels: int = 0
-    """Mel bands of the documents' audio."""
+    front_end: FrontEnd | None = None
+    """The front end of the documents' audio; None where they have none."""
     packing: Packing = "first_fit"
     """Grain's first-fit or best-fit packer; "best_fit_decreasing", which packs windows of documents, the
     largest first; "padded" puts one document in each row."""
@@ -138,9 +141,6 @@ class PackDocuments(Sequence[Any]):
     divided only where all of a rank's work would else be uneven."""
     audio_ranks: int = 1
     """Ranks that share a buffer's audio."""
-    longest_chunk: int = 0
-    """Mel frames of the model's longest encoder chunk, the most that can be split over ranks: documents with
-    longer ones are skipped. 0: not known."""
     shuffle_seed: int | None = None
     """Seed of grain's shuffle of the open buffers when it yields them; None: in order, the emptiest last."""
     depths: int = 0
@@ -195,7 +195,7 @@ class PackDocuments(Sequence[Any]):
             self.max_documents,
             self.audio_ranks,
             self.round_to,
-            self.longest_chunk,
+            self.front_end,
             self.share_prompts,
             self._shares,
         )
@@ -238,7 +238,8 @@ class PackDocuments(Sequence[Any]):
 
     def judge(self, document: Document) -> SizedDocument:
         """The document and how it fits."""
-        return SizedDocument(document, self.limits.fit(document))
+        limits = self.limits
+        return SizedDocument(document, limits.fit(document), limits.unit[0])
 
     def _judge_element(self, element: Any) -> SizedDocument | Skipped | None:
         if element is None or isinstance(element, Skipped):
@@ -258,7 +259,7 @@ class PackDocuments(Sequence[Any]):
         if self.packing == "padded":
             buffers = packable.map(lambda sized: [sized])
         elif self.packing == "best_fit_decreasing":
-            most = (self.capacity, self.audio_capacity // SUBSAMPLING, self.max_documents)
+            most = (self.capacity, self.audio_capacity // self.limits.unit[0], self.max_documents)
             buffers = BestFitDecreasing(packable, most, self.packing_bins, self.shuffle_seed)
         else:
             packers = {
@@ -268,7 +269,7 @@ class PackDocuments(Sequence[Any]):
             # Grain copies what it packs into buffers. So it packs markers of the right lengths, and the
             # documents travel beside them. Grain could round lengths itself (pack_alignment), but its
             # datasets do not accept that option.
-            lengths = {"tokens": self.capacity, "frames": self.audio_capacity // SUBSAMPLING}
+            lengths = {"tokens": self.capacity, "frames": self.audio_capacity // self.limits.unit[0]}
             if self.answers:
                 lengths["segments"] = self.max_documents
             buffers = packers[self.packing](
@@ -291,12 +292,11 @@ class PackDocuments(Sequence[Any]):
             documents,
             capacity=self.capacity,
             audio_capacity=self.audio_capacity,
-            num_mels=self.num_mels,
+            front_end=self.front_end,
             max_documents=self.max_documents,
             context=self.context,
             audio_ranks=self.audio_ranks,
             round_to=self.round_to,
-            longest_chunk=self.longest_chunk,
             layout=self.layout,
             depths=self.depths,
             extras=self.extras,
@@ -356,7 +356,7 @@ def pack_documents(
         capacity=data.capacity,
         audio_capacity=data.audio_capacity if encoder else 0,
         max_documents=data.max_documents,
-        num_mels=encoder.num_mels if encoder else 0,
+        front_end=encoder,
         packing=data.packing,
         packing_bins=data.packing_bins,
         round_to=data.round_to,
@@ -365,7 +365,6 @@ def pack_documents(
         splits=config.compute.context_splits,
         pairs_per_slot=pairs_per_slot(config),
         audio_ranks=config.mesh.audio_ranks,
-        longest_chunk=encoder.chunk_frames if encoder else 0,
         shuffle_seed=shuffle_seed,
         depths=depths,
         extras=tuple(extras),

@@ -8,15 +8,16 @@ from dataclasses import replace
 import numpy as np
 
 from jaxthd.config import Config, FilterConfig
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.audio.augment import Augmentation
-from jaxthd.data.audio.features import DITHER, HOP, SAMPLE_RATE, document_rng, log_mel, spec_augment
-from jaxthd.data.audio.recordings import TooLongError, chunk_audio, from_samples, load_audio
-from jaxthd.data.example import Clip, Example, Samples
+from jaxthd.data.audio.recordings import TooLongError, from_samples, load_audio
+from jaxthd.data.audio.spec_augment import spec_augment
+from jaxthd.data.example import Clip, Example, Samples, document_rng
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import AudioPiece, Document, audio_pieces
 from jaxthd.packing.fit import BufferLimits
 
 
@@ -29,8 +30,8 @@ class SpeechDocuments:
     """Makes the Document of an Example, or a Skipped with the reason. Call it with (example, epoch).
 
     Alternatives become the document's answers, and their preferences the extras "preference" of their tokens.
-    PromptTemplate writes the turns. Audio longer than model.encoder.chunk_seconds becomes several encoder
-    chunks, each normalised by itself. Audio that exceeds data.audio_capacity is not decoded to its end.
+    PromptTemplate writes the turns. The front end (model.encoder) makes features of each recording alone, and
+    pieces of them. Audio that exceeds data.audio_capacity is not decoded to its end.
     train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
     filtered: items whose duration the data set does not give are judged by data.filter here; the others have
     been before (Filter.sift). augmentation: how recordings are changed, if `train`.
@@ -49,7 +50,8 @@ class SpeechDocuments:
         self._template = PromptTemplate(config.data, tokenizer)
         self._audio_id = tokenizer.audio_id
         self._encoder = config.model.encoder
-        self._most_seconds = config.data.audio_capacity / 100 + 0.01
+        seconds = self._encoder.seconds if self._encoder else float
+        self._most_seconds = seconds(config.data.audio_capacity) + seconds(1)
         self._seed, self._limits = config.data.seed, BufferLimits.of(config)
         self._spec_augment = config.data.spec_augment
         self._train, self._augmentation = train, augmentation if train else None
@@ -73,10 +75,8 @@ class SpeechDocuments:
                     key = augmented_key(example.key, number)
                     augmented = self._augmentation
                     samples = augmented(samples, self._seed, epoch, key, changes_speed=changes_speed)
-                clips.append(self._features(samples, dither_rng))
-                if self._train:
-                    rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
-                    clips[-1] = spec_augment(clips[-1], self._spec_augment, rng)
+                masks_rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
+                clips.append(self._pieces(samples, dither_rng, masks_rng if self._train else None))
         except ValueError as error:
             return Skipped(example.key, str(error))
         document = Document.splice(example.key, tokens, supervised, clips, self._audio_id)
@@ -111,7 +111,7 @@ class SpeechDocuments:
         Nothing is dithered, masked or supervised. Raises ValueError for an example that cannot be used.
         """
         tokens = self._template.prompt(example.turns)
-        clips = [self._features(samples, None) for samples in self._samples(example)]
+        clips = [self._pieces(samples, None, None) for samples in self._samples(example)]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
 
     def _samples(self, example: Example) -> list[np.ndarray]:
@@ -135,9 +135,14 @@ class SpeechDocuments:
             clip.path, clip.offset, clip.duration, self._most_seconds, clip.member, clip.channels
         )
 
-    def _features(self, samples: np.ndarray, rng: np.random.Generator | None) -> list[np.ndarray]:
-        """The recording's encoder chunks, [frames, mels] each."""
-        assert self._encoder is not None
-        dither = 0.0 if rng is None else DITHER
-        chunks = chunk_audio(samples, round(self._encoder.chunk_seconds * 100) * HOP)
-        return [log_mel(chunk, self._encoder.num_mels, dither=dither, rng=rng) for chunk in chunks]
+    def _pieces(
+        self, samples: np.ndarray, dither: np.random.Generator | None, masks: np.random.Generator | None
+    ) -> list[AudioPiece]:
+        """The recording's pieces. dither, masks: draw noise, and masks on the features; None: none."""
+        front_end = self._encoder
+        assert front_end is not None
+        runs = front_end.features(samples, dither)
+        if masks is not None and (self._spec_augment.freq[0] or self._spec_augment.time[0]):
+            of_bands = {} if front_end.has_bands else {"freq": (0, 0)}
+            runs = spec_augment(runs, replace(self._spec_augment, **of_bands), masks)
+        return audio_pieces(front_end.pieces(len(samples)), runs)

@@ -15,6 +15,8 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import Any
 
+import cloudpickle
+
 from jaxthd.data.child_process import Child, LostError, parents_end
 from jaxthd.data.skipped import Skipped
 from jaxthd.errors import UserError
@@ -116,7 +118,8 @@ class _Worker:
         self._child.kill()
 
     def _request(self, request: tuple[int, Any, Sequence[tuple[Any, int]]], seconds: float) -> list[Any]:
-        self._child.send(pickle.dumps(request))
+        # A class of the program that runs or of a config file goes along: a worker could not import it.
+        self._child.send(cloudpickle.dumps(request))
         found, error = pickle.loads(self._child.receive(seconds))
         if error:
             raise RuntimeError(f"a worker process of the loader could not read {error}")

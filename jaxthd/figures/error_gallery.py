@@ -40,14 +40,15 @@ SPECTROGRAM, GAP = 1.1, 0.45
 class Case(NamedTuple):
     """A document of the gallery.
 
-    chunks: its log-mel features, an array for each encoder chunk. reference, hypothesis: normalised, words
-    with single spaces between them.
+    features: an array for each piece of its audio. reference, hypothesis: normalised, words
+    with single spaces between them. frame_seconds: from one frame to the next.
     """
 
     title: str
-    chunks: Sequence[Float32[np.ndarray, "F M"]]
+    features: Sequence[Float32[np.ndarray, "F M"]]
     reference: str
     hypothesis: str
+    frame_seconds: float = 0.01
 
 
 Line = list[tuple[str, str]]
@@ -107,14 +108,14 @@ def _draw_features(axes: Axes, case: Case) -> None:
     axes.set_title(case.title, loc="left", fontsize=SIZE + 1, fontweight="bold", color=INK, parse_math=False)
     axes.set_yticks([])
     axes.tick_params(labelsize=SIZE - 1)
-    if not case.chunks:
+    if not case.features:
         axes.set_xticks([])
         axes.text(0.5, 0.5, "no recording", ha="center", color=FAINT, transform=axes.transAxes)
         return
-    mels_MF = np.concatenate(list(case.chunks)).T
-    seconds = mels_MF.shape[1] / 100
+    mels_MF = np.concatenate(list(case.features)).T
+    seconds = mels_MF.shape[1] * case.frame_seconds
     axes.imshow(mels_MF, aspect="auto", origin="lower", cmap="magma", extent=(0, seconds, 0, len(mels_MF)))
-    for end in np.cumsum([len(chunk) for chunk in case.chunks])[:-1] / 100:
+    for end in np.cumsum([len(piece) for piece in case.features])[:-1] * case.frame_seconds:
         axes.axvline(end, color="white", linewidth=1, linestyle=":")
     axes.set_xlabel("seconds", fontsize=SIZE - 1, labelpad=0)
 

@@ -14,16 +14,19 @@ from typing import Any, get_type_hints
 
 from jaxthd import config as settings
 from jaxthd.config import Config
+from jaxthd.config.block import block_kinds
 from jaxthd.config.data import split_name
+from jaxthd.config.front_end import front_ends
 from jaxthd.config.listing import dataclass_in, kind_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.errors import UserError
 from jaxthd.files.paths import expand_home
 
-KINDS: dict[str, Any] = {
-    name: kind for name, kind in vars(settings).items() if name.endswith("Config") and isinstance(kind, type)
-}
-"""The dataclasses of settings, by name."""
+
+def _kinds() -> dict[str, Any]:
+    """The dataclasses of settings, by name."""
+    own = [x for name, x in vars(settings).items() if name.endswith("Config") and isinstance(x, type)]
+    return {kind.__name__: kind for kind in (*own, *block_kinds().values(), *front_ends().values())}
 
 
 def load_config(path: str | Path) -> Config:
@@ -77,14 +80,15 @@ def _removed_accepted(path: Path) -> Iterator[None]:
         """The constructor of the settings in `group`, which takes removed fields too."""
 
         def accept(self: Any, *args: Any, **given: Any) -> None:
+            names = [field.name for field in dataclasses.fields(self)]
+            given = dict(zip(names, args, strict=False)) | given
             fields, notes = renewed(group, given)
             for note in notes:
                 warn_once(str(path), note)
             hints = get_type_hints(kind_at(group))
-            inner = {
-                name: dataclass_in(hints[name])(**x) for name, x in fields.items() if isinstance(x, dict)
-            }
-            init(self, *args, **fields | inner)
+            groups = {name: dataclass_in(hints[name]) for name, x in fields.items() if isinstance(x, dict)}
+            inner = {name: kind(**fields[name]) for name, kind in groups.items() if kind}
+            init(self, *args[len(names) :], **fields | inner)
 
         return accept
 
@@ -109,9 +113,10 @@ def _mistake(path: Path, error: Exception) -> Exception:
     lines = [frame.lineno for frame in frames if os.path.abspath(frame.filename) == name]
     where = f"{path}, line {lines[-1]}" if lines else str(path)
     unknown = re.search(r"(\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", str(error))
-    if not unknown or unknown[1] not in KINDS:
+    kinds = _kinds()
+    if not unknown or unknown[1] not in kinds:
         return UserError(f"{where}: {type(error).__name__}: {error}; correct the file")
-    fields = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in KINDS.items()}
+    fields = {name: [field.name for field in dataclasses.fields(kind)] for name, kind in kinds.items()}
     kind, field = unknown.groups()
     others = [name for name, names in fields.items() if field in names]
     if close := get_close_matches(field, fields[kind]):

@@ -11,7 +11,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple, get_type_hints
 
-from jaxthd.config import ComputeConfig, Config
+from jaxthd.config import Block, ComputeConfig, Config, FrontEnd
+from jaxthd.config.block import block_kinds
+from jaxthd.config.front_end import default_front_end, front_ends
 from jaxthd.config.listing import dataclass_in, kind_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.errors import UserError
@@ -152,7 +154,7 @@ def read_settings(file: Path) -> dict[str, Any]:
         fields = _group(stored, group)
         present, notes = renewed(group, fields)
         fields.clear()
-        fields.update(json.loads(json.dumps(present)))
+        fields.update(json.loads(json.dumps(present, default=asdict)))
         for note in notes:
             warn_once(str(file), note)
     return stored
@@ -209,11 +211,31 @@ def _completed(kind: Any, stored: Mapping[str, Any]) -> dict[str, Any]:
     kinds = get_type_hints(kind)
     defaults = json.loads(json.dumps(asdict(kind())))
     inner = {
-        name: _completed(dataclass_in(kinds[name]), value)
+        name: _completed(_kind_of(dataclass_in(kinds[name]), value), value)
         for name, value in stored.items()
         if isinstance(value, dict) and name in kinds and dataclass_in(kinds[name])
     }
+    if kinds.get("blocks") == dict[str, Block]:
+        patterns = {name: stored[name] for name in ("pattern", "mtp_pattern") if name in stored}
+        usual = json.loads(json.dumps(asdict(kind(**patterns))))["blocks"]
+        given = stored.get("blocks", {})
+        inner["blocks"] = usual | {x: _completed(_kind_of(Block, y), y) for x, y in given.items()}
     return defaults | dict(stored) | inner
+
+
+def _kind_of(kind: Any, stored: Mapping[str, Any]) -> Any:
+    """The class of stored settings: of blocks and front ends, that of their kind. Raises ValueError for a
+    kind that is not registered."""
+    if kind not in (Block, FrontEnd):
+        return kind
+    kinds: Mapping[str, Any] = block_kinds() if kind is Block else front_ends()
+    name = str(stored.get("kind", default_front_end().kind if kind is FrontEnd else ""))
+    if name not in kinds:
+        what = "block" if kind is Block else "front end"
+        raise ValueError(
+            f"the kind of {what} {name!r} is not known; expected {', '.join(kinds)}: register it before"
+        )
+    return kinds[name]
 
 
 def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
@@ -224,9 +246,11 @@ def _built(kind: Any, stored: Mapping[str, Any]) -> Any:
         raise ValueError(f"{kind.__name__} has no field {', '.join(unknown)}")
 
     def value_of(name: str, value: Any) -> Any:
+        if kinds[name] == dict[str, Block]:
+            return {letter: _built(_kind_of(Block, block), block) for letter, block in value.items()}
         inner = dataclass_in(kinds[name])
         if inner and value is not None:
-            return _built(inner, value)
+            return _built(_kind_of(inner, value), value)
         return _as_tuples(value)
 
     return kind(**{name: value_of(name, value) for name, value in stored.items()})

@@ -3,8 +3,8 @@
 from typing import Any
 
 from jaxthd.config import ModelConfig
+from jaxthd.files.tensor_names import tensors
 from jaxthd.hf.family import ADAPTER, Family, Field, Settings, read_settings, updated, write_settings
-from jaxthd.hf.names import tensors
 
 _SIZES: Settings = {"adapter_dim": "inner_dim", "adapter_bias": Field("bias", False)}
 

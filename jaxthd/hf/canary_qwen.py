@@ -15,6 +15,7 @@ from typing import Any
 
 from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Shape, Tensor, matrix, tensors
 from jaxthd.hf.decoder import token_fields
 from jaxthd.hf.family import (
     ADAPTER,
@@ -28,8 +29,8 @@ from jaxthd.hf.family import (
     write_settings,
 )
 from jaxthd.hf.fields import Fields, must_be, required
-from jaxthd.hf.names import Shape, Tensor, matrix, tensors
 from jaxthd.hf.nemo_encoder import encoder_config, encoder_fields, encoder_tensors
+from jaxthd.hf.parakeet import own_encoder
 from jaxthd.hf.qwen3 import QWEN3
 
 KIND = "nemo_salm"
@@ -80,13 +81,7 @@ _OF_ALL: dict[str, Any] = {
     "rope_scaling": None,
 }
 _SIZE = ("hidden_size", "num_hidden_layers")
-_DIFFERING = (
-    *_SIZE,
-    "num_attention_heads",
-    "intermediate_size",
-    "rope_theta",
-    "tie_word_embeddings",
-)
+_DIFFERING = (*_SIZE, "num_attention_heads", "intermediate_size", "rope_theta", "tie_word_embeddings")
 _PUBLISHED: dict[str, dict[str, Any]] = {
     name: _OF_ALL | dict(zip(_DIFFERING, values, strict=True))
     for name, values in {
@@ -161,7 +156,7 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
             "Canary-Qwen has it: choose another checkpoint"
         )
     must_be(perception.get("preprocessor") or {}, _PREPROCESSOR, "perception.preprocessor")
-    encoder = encoder_config(perception, model.audio_encoder, "perception")
+    encoder = encoder_config(perception, model, "perception")
     return replace(model, llm=llm, encoder=encoder, adapter_dim=0, adapter_bias=True)
 
 
@@ -203,7 +198,7 @@ def _lora_fields(adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    encoder, llm = model.audio_encoder, model.llm
+    encoder, llm = own_encoder(model), model.llm
     if model.adapter_dim or not model.adapter_bias:
         raise UserError(
             f"model.adapter_dim is {model.adapter_dim} and model.adapter_bias {model.adapter_bias}; the salm "
@@ -232,7 +227,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
             "encoder": {
                 "_target_": "nemo.collections.asr.modules.ConformerEncoder",
                 "feat_out": -1,
-                **encoder_fields(encoder),
+                **encoder_fields(model),
             },
         },
         "text_config": text,
@@ -263,7 +258,7 @@ def _published_name(text: Fields) -> str:
 
 def _tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
     if model.encoder is not None:
-        yield from encoder_tensors(model.encoder, shapes, "perception.encoder.")
+        yield from encoder_tensors(model, shapes, "perception.encoder.")
         yield from tensors({"proj": "out"}, shapes, "perception.", "adapter.")
     llm = QWEN3.tensors(model.llm, fields, shapes)
     yield next(llm)._replace(name="embed_tokens.weight")  # the first is the embedding

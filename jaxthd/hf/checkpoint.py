@@ -11,6 +11,7 @@ from jaxtyping import Shaped
 from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.paths import home_path
+from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor
 from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf import canary_qwen
 from jaxthd.hf.block_scaled import block_scaled
@@ -18,7 +19,6 @@ from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields, check_fields, read_fields
 from jaxthd.hf.mxfp4 import METHOD as MXFP4
 from jaxthd.hf.mxfp4 import mxfp4
-from jaxthd.hf.names import ArraySlice, Shape, Tensor
 from jaxthd.hf.nemo import CONFIG, NemoArchive
 from jaxthd.hf.nemo_encoder import archive_family
 from jaxthd.hf.reader import Decoded, Reader, merged_lora
@@ -86,7 +86,7 @@ class Checkpoint:
         tensors = self.family.mtp_tensors(self.fields)
         if not self.covers("head") or any(x in name for name in self.reader.shapes for x in tensors):
             return model
-        return replace(model, llm=replace(model.llm, mtp_pattern=""))
+        return replace(model, llm=model.llm.without_mtp())
 
     def decoded(self, names: Iterable[str]) -> str:
         """The number of these tensors that are decoded as they are read, for people; "" for none."""

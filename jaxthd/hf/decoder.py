@@ -2,61 +2,35 @@
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
-from jaxthd.config import LLMConfig, RopeConfig
+from jaxthd.config import Block, LLMConfig
+from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import flat
+from jaxthd.files.tensor_names import Below, Shape, Table, Tensor, tensors
 from jaxthd.hf.family import LLM, Family, Settings, TokenIds, read_settings, updated, write_settings
 from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.generation_config import one_or_all
-from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, tensors
 from jaxthd.hf.rotary import must_rotate, rope_config, rope_fields
-from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.models.blocks import MoE, Router
 
 ANY = object()
 """Stands in a form for a setting that may have any value, or that the family checks by itself."""
-PLAIN: Mapping[str, Any] = {
-    "rope": RopeConfig(),
-    "qk_norm": False,
-    "attention_bias": False,
-    "attention_sinks": False,
-    "attention_gate": False,
-    "norm_zero_centred": False,
-    "ffn_form": "swiglu",
-    "ffn_bias": False,
-    "tied_embedding": False,
-    "mtp_pattern": "",
-}
-PLAIN_MOE: Mapping[str, Any] = {
-    "router": "softmax",
-    "router_bias": False,
-    "router_groups": 1,
-    "router_normalised": True,
-    "router_scale": 1.0,
-    "shared_expert_dim": 0,
-    "shared_expert_gate": False,
-    "latent_dim": 0,
-}
-"""Our settings as they are in a family that has no field for them, unless its form says otherwise; PLAIN_MOE
-where there are experts."""
+SOFTMAX_EXPERTS = MoE(form="swiglu", shared_inner=0, router=Router(scores="softmax"))
+"""Experts without a shared one, as most families have them."""
 
-ATTENTION: Table = {
-    **{f"{theirs}_proj": ours for theirs, ours in (("q", "q"), ("k", "k"), ("v", "v"), ("o", "out"))},
-    "q_norm": "q_norm",
-    "k_norm": "k_norm",
-    "sinks": "sinks",
-}
-MLP: Table = {f"{part}_proj": part for part in ("gate", "up", "down")}
-EXPERTS: Table = {
-    "gate": "router",
-    "gate.e_score_correction_bias": "correction_bias",
-    "experts.{}.": Below("", {f"{part}_proj.weight": matrix(part) for part in ("gate", "up", "down")}, "up"),
-    "shared_experts.": Below("shared.", MLP),
-    "fc1_latent_proj": "latent_in",
-    "fc2_latent_proj": "latent_out",
-}
-"""The usual names of the mixers' tensors. Those of arrays that a model does not have count for nothing."""
+
+class BlockFields(NamedTuple):
+    """What config.json holds of a kind of block.
+
+    form: the block with the settings that no field holds. settings: those that fields hold. The rotary
+    embedding of blocks that have one is read and written besides (Decoder.rotary).
+    """
+
+    form: Block
+    settings: Settings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,9 +40,10 @@ class Decoder:
     title: the library's class. model_types: what config.json says under model_type or architectures; the
         first is written.
     layers: what a layer on disk may be, as letters of our blocks.
-    sizes, moe_sizes: the settings that fields hold; moe_sizes where there are experts.
+    sizes: the settings of the decoder that fields hold. form: its others that are not as in LLMConfig();
+        ANY for those that may have any value, or that the family checks by itself.
+    blocks: what fields hold of each kind of block, by its letter.
     expected: fields -> the only values of them that jaxthd computes with.
-    form, moe_form: settings that no field holds, where they are not PLAIN and PLAIN_MOE.
     rotary: whether heads are rotated, and whether that may be a share of each.
     embedding, body, norm: names on disk: of the embedding, before those of the layers and of the final norm,
         and of that.
@@ -78,10 +53,9 @@ class Decoder:
     model_types: tuple[str, ...]
     layers: tuple[str, ...]
     sizes: Settings
+    blocks: Mapping[str, BlockFields]
     expected: Fields
-    form: Mapping[str, Any]
-    moe_sizes: Settings
-    moe_form: Mapping[str, Any]
+    form: Mapping[str, Any] = field(default_factory=dict)
     rotary: Literal["none", "whole", "partial"] = "whole"
     embedding: str = "model.embed_tokens.weight"
     body: str = "model."
@@ -103,8 +77,8 @@ class Decoder:
         """Fields that are in no table. Raises UserError for a model that the family cannot hold."""
         return {}
 
-    def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
-        """The table of a block by its letter, below its layer on disk."""
+    def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
+        """The table of the tensors of a block by its letter, below its layer on disk."""
         raise NotImplementedError
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
@@ -125,16 +99,31 @@ class Decoder:
         letters = self.letters(fields, where)
         pattern, modules = self.mtp(fields, letters)
         pattern = pattern if modules else ""
-        blocks = letters + pattern
-        settings = self.form_of(blocks) | read_settings(fields, self.table(blocks), where)
-        if self.rotary != "none":
-            settings["rope"] = rope_config(fields, partial=self.rotary == "partial")
+        settings = {name: value for name, value in self.form.items() if value is not ANY}
+        settings |= read_settings(fields, self.sizes, where)
         settings["pattern"] = llm.pattern if llm.letters == letters else letters
         settings["mtp_pattern"] = pattern
         # One set of weights serves any number of depths that share it.
         if modules and not (modules == 1 and llm.mtp_shared):
             settings |= {"mtp_depths": modules, "mtp_shared": False}
-        return updated(llm, settings)
+        blocks = {x: self.read_block(fields, x, where, llm) for x in sorted({*letters, *pattern})}
+        return replace(updated(replace(llm, blocks=blocks), settings), blocks=blocks)
+
+    def read_block(self, fields: Fields, letter: str, where: str, llm: LLMConfig) -> Block:
+        """The settings of a kind of block; those without effect are the decoder's own."""
+        if letter not in self.blocks:
+            raise UserError(
+                f"{where} has a block {letter!r}; expected {', '.join(self.blocks)}: choose another "
+                "checkpoint"
+            )
+        of_kind = self.blocks[letter]
+        settings = read_settings(fields, of_kind.settings, where)
+        if self.rotary != "none" and hasattr(of_kind.form, "rope"):
+            settings["rope"] = rope_config(fields, partial=self.rotary == "partial")
+        found, own = updated(of_kind.form, settings), llm.blocks.get(letter)
+        if type(own) is not type(found):
+            return found
+        return updated(found, {name: value_at(own, name) for name in found.without_effect})
 
     def write(self, llm: LLMConfig) -> dict[str, Any]:
         """config.json of an export. Raises UserError where the family cannot hold the model."""
@@ -146,40 +135,72 @@ class Decoder:
                     f"model.llm.{name} is {getattr(llm, name)!r}, with {', '.join(sorted(unknown))}; "
                     f"expected {', '.join(self.layers)} alone for {self.title}: choose another format"
                 )
-        if self.rotary != "none":
-            must_rotate(llm.rope, self.title, partial=self.rotary == "partial")
-        blocks = llm.letters + llm.mtp_pattern
-        self.must_hold(llm, self.form_of(blocks))
+        fixed = {"norm_zero_centred": False, "tied_embedding": False, "mtp_pattern": "", **self.form}
+        self.must_hold(llm, {x: y for x, y in fixed.items() if y is not ANY and x not in self.sizes})
         return {
             "architectures": [self.title],
             "model_type": self.model_types[0],
-            **write_settings(llm, self.table(blocks)),
+            **write_settings(llm, self.sizes),
+            **self.absent_fields(llm),
+            **self.block_fields(llm),
             **self.expected,
             "num_hidden_layers": len(llm.letters) // size,
-            **(rope_fields(llm.rope) if self.rotary != "none" else {}),
             **self.more_fields(llm),
         }
 
-    def table(self, letters: str) -> Settings:
-        """The settings that fields hold, of a model of these blocks."""
-        return {**self.sizes, **(self.moe_sizes if "E" in letters else {})}
+    def block_fields(self, llm: LLMConfig) -> dict[str, Any]:
+        """The fields of all kinds of blocks. Raises UserError for settings that the family does not stand
+        for, and where kinds of blocks that share a field differ."""
+        fields: dict[str, Any] = {}
+        for letter, of_kind in self.blocks.items():
+            if (block := llm.blocks.get(letter)) is None:
+                continue
+            self.must_hold(llm, dict(self._fixed(letter, block, of_kind)))
+            of_block = write_settings(block, of_kind.settings)
+            if self.rotary != "none" and hasattr(block, "rope"):
+                must_rotate(
+                    block.rope, f"model.llm.blocks.{letter}", self.title, partial=self.rotary == "partial"
+                )
+                of_block |= rope_fields(block.rope)
+            differing = [x for x in of_block if x in fields and fields[x] != of_block[x]]
+            if differing:
+                raise UserError(
+                    f"{self.title} has one {differing[0]} for all kinds of blocks, and model.llm.blocks "
+                    f"{fields[differing[0]]!r} and {of_block[differing[0]]!r}; expected one value: choose "
+                    "another format"
+                )
+            fields |= of_block
+        return fields
 
-    def form_of(self, letters: str) -> dict[str, Any]:
-        """The settings that no field holds, with their values, of a model of these blocks."""
-        form = {**PLAIN, **self.form}
-        if "E" in letters:
-            form |= {**PLAIN_MOE, **self.moe_form}
-        if self.rotary != "none":
-            form["rope"] = ANY
-        held = self.table(letters)
-        return {name: value for name, value in form.items() if value is not ANY and name not in held}
+    def absent_fields(self, llm: LLMConfig) -> dict[str, Any]:
+        """Fields of the blocks that the model does not have: libraries want the sizes of attention and MLPs
+        all the same."""
+        found: dict[str, Any] = {}
+        for letter, of_kind in self.blocks.items():
+            if letter not in llm.blocks and not of_kind.form.routes:
+                found = write_settings(of_kind.form, of_kind.settings) | found
+        return found
+
+    def meaningless_fields(self, llm: LLMConfig) -> set[str]:
+        """Names of fields that say nothing about the model: where there is an original, its values stay."""
+        return self.absent_fields(llm).keys() - self.block_fields(llm).keys()
+
+    def _fixed(self, letter: str, block: Block, of_kind: "BlockFields") -> Iterator[tuple[str, Any]]:
+        """(path in LLMConfig, value that the family stands for) of a block's settings that no field holds."""
+        if type(block) is not type(of_kind.form):
+            yield f"blocks.{letter}.kind", of_kind.form.kind
+            return
+        there = flat(asdict(of_kind.form))
+        for name in there.keys() - of_kind.settings.keys() - {*block.without_effect}:
+            if not (name.startswith("rope.") and self.rotary != "none"):
+                yield f"blocks.{letter}.{name}", there[name]
 
     def must_hold(self, llm: LLMConfig, expected: Mapping[str, Any]) -> None:
-        """Raises UserError where a setting is another one than the family stands for."""
+        """Raises UserError where a setting is another one than the family stands for. expected: by path."""
         differing = [
-            f"\n  model.llm.{name}: {getattr(llm, name)!r} (the format stands for {value!r})"
-            for name, value in expected.items()
-            if getattr(llm, name) != value
+            f"\n  model.llm.{path}: {value_at(llm, path)!r} (the format stands for {value!r})"
+            for path, value in sorted(expected.items())
+            if value_at(llm, path) != value
         ]
         if differing:
             raise UserError(
@@ -209,10 +230,11 @@ class Decoder:
 
         theirs, ours: what names have in front of "layers.". first: the number of their first layer on disk.
         """
-        blocks, before = self.blocks(llm, fields), Counter[str]()
+        stacks = dict(llm.stacks)
+        blocks, before = self.block_tensors(llm, fields), Counter[str]()
         for number, letter in enumerate(letters):
             layer = f"{theirs}layers.{first + number // len(self.layers[0])}."
-            stack = f"{ours}layers.{LAYER_KINDS[letter].name}."
+            stack = f"{ours}layers.{stacks[letter]}."
             yield from tensors(blocks[letter], shapes, layer, stack, (before[letter],))
             before[letter] += 1
 
@@ -226,6 +248,7 @@ class Decoder:
             covers=LLM,
             configure=lambda fields, model: replace(model, llm=self.read(fields, model.llm)),
             fields=lambda model: self.write(model.llm),
+            meaningless=lambda model: self.meaningless_fields(model.llm),
             tensors=lambda model, fields, shapes: self.tensors(model.llm, fields, shapes),
             ignored=("lm_head.weight",),  # a tied embedding may be copied as the head
             token_fields=token_fields,
@@ -241,6 +264,12 @@ def mixer_block(mixer: Table) -> Table:
 def ffn_block(mixer: Table) -> Table:
     """The table of the block behind it, an MLP or experts."""
     return {"post_attention_layernorm": "norm", "mlp.": Below("mixer.", mixer)}
+
+
+def paired_blocks(llm: LLMConfig, special: Mapping[str, Table]) -> dict[str, Table]:
+    """The tables of all blocks where a layer on disk is two. special: by letter, those with other names."""
+    usual = {x: (ffn_block if x in "-E" else mixer_block)(y.tensors()) for x, y in llm.blocks.items()}
+    return {**usual, **special}
 
 
 def token_fields(tokens: TokenIds) -> dict[str, Any]:

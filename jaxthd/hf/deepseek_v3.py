@@ -10,18 +10,14 @@ embedding and the head.
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxthd.config import LatentAttentionConfig, LLMConfig
+from jaxthd.config import LLMConfig
+from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
-from jaxthd.hf.decoder import ANY, EXPERTS, MLP, Decoder, ffn_block, mixer_block
-from jaxthd.hf.family import Field, Part, Settings
+from jaxthd.files.tensor_names import Copy, Shape, Table, Tensor, tensors
+from jaxthd.hf.decoder import ANY, BlockFields, Decoder, mixer_block, paired_blocks
+from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields, must_be, required
-from jaxthd.hf.names import Copy, Shape, Table, Tensor, matrix, tensors
-
-_LATENT: Settings = {
-    # null stands for none; a default for what is absent.
-    "q_lora_rank": Field("q_lora_rank", 1536, lambda x, _: x or 0, lambda latent: latent.q_lora_rank or None),
-    **{name: name for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")},
-}
+from jaxthd.models.blocks import MLP, LatentAttention, MoE
 
 
 class DeepseekV3(Decoder):
@@ -54,48 +50,30 @@ class DeepseekV3(Decoder):
                 f"model.llm.pattern is {llm.pattern!r}; expected L- in the first layers and LE in the others "
                 f"for {self.title}: choose another format"
             )
-        expected = LatentAttentionConfig().norm_eps  # that of the latents' norms, whatever rms_norm_eps
-        if llm.latent_attention.norm_eps != expected:
+        experts = llm.blocks.get("E", MoE())
+        assert isinstance(experts, MoE)
+        if experts.shared_inner % experts.inner:
             raise UserError(
-                f"model.llm.latent_attention.norm_eps is {llm.latent_attention.norm_eps}; expected "
-                f"{expected} for {self.title}: choose another format"
-            )
-        if llm.shared_expert_dim % llm.expert_dim:
-            raise UserError(
-                f"model.llm.shared_expert_dim is {llm.shared_expert_dim}; expected a multiple of expert_dim "
-                f"({llm.expert_dim}) for {self.title}, whose shared experts are of the routed ones' size: "
+                f"model.llm.blocks.E.shared_inner is {experts.shared_inner}; expected a multiple of inner "
+                f"({experts.inner}) for {self.title}, whose shared experts are of the routed ones' size: "
                 "choose another format"
             )
         if llm.mtp_pattern:
             self.must_hold(llm, {"mtp_pattern": "LE"})
         return {
-            "num_key_value_heads": llm.q_heads,
+            "num_key_value_heads": value_at(llm, "blocks.L.heads"),
             "first_k_dense_replace": llm.letters.count("-"),
             # Absent, an export like a checkpoint that has it keeps what that says: its tensors are copied.
             **({"num_nextn_predict_layers": llm.mtp_modules} if llm.mtp_pattern else {}),
             "rope_interleave": True,
         }
 
-    def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
+    def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of latent attention, MLP and experts."""
-        latent, is_paired = llm.latent_attention, fields.get("rope_interleave", True)
-
-        def halves(others: int) -> Shape:
-            """The order of rows that puts the first of each pair before the second ones, behind `others`."""
-            turned = [*range(others, others + latent.qk_rope_head_dim)]
-            return (*range(others), *turned[::2], *turned[1::2]) if is_paired else ()
-
-        queries = matrix("q.w", block=halves(latent.qk_nope_head_dim))
-        mixer: Table = {
-            "q_a_proj": "q_down",
-            "q_a_layernorm": "q_norm",
-            f"{'q_b_proj' if latent.q_lora_rank else 'q_proj'}.weight": queries,
-            "kv_a_proj_with_mqa.weight": matrix("kv_down.w", block=halves(latent.kv_lora_rank)),
-            "kv_a_layernorm": "kv_norm",
-            "kv_b_proj": "kv",
-            "o_proj": "out",
-        }
-        return {"L": mixer_block(mixer), "-": ffn_block(MLP), "E": ffn_block(EXPERTS)}
+        latent = llm.blocks["L"]
+        assert isinstance(latent, LatentAttention)
+        mixer = latent.tensors(is_paired=fields.get("rope_interleave", True))
+        return paired_blocks(llm, {"L": mixer_block(mixer)})
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
         """Each module is one more layer, with copies of the embedding and the head."""
@@ -124,38 +102,51 @@ DEEPSEEK_V3 = DeepseekV3(
         "scoring_func": "sigmoid",
         "topk_method": "noaux_tc",
     },
-    # Latent attention does not read the settings of attention.
-    form=dict.fromkeys(
-        ("qk_norm", "attention_bias", "attention_sinks", "attention_gate", "mtp_pattern"), ANY
-    ),
+    form={"mtp_pattern": ANY},
     sizes={
         "vocab_size": "vocab_size",
         "dim": "hidden_size",
         "norm_eps": "rms_norm_eps",
-        "q_heads": "num_attention_heads",
-        "ffn_dim": "intermediate_size",
         "tied_embedding": Field("tie_word_embeddings", False),
-        "latent_attention": Part(LatentAttentionConfig, _LATENT),
     },
-    moe_form={"router": "sigmoid"},
-    moe_sizes={
-        "experts": "n_routed_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "expert_dim": "moe_intermediate_size",
-        "router_scale": "routed_scaling_factor",
-        "router_normalised": Field("norm_topk_prob", True),
-        "router_groups": Field("n_group", 8, lambda x, _: x or 1),
-        "router_groups_per_token": Field(
-            "topk_group",
-            4,
-            lambda x, _: x or 1,
-            lambda llm: min(llm.router_groups_per_token, llm.router_groups),
+    blocks={
+        "L": BlockFields(
+            LatentAttention(),
+            {
+                "heads": "num_attention_heads",
+                # null stands for none; a default for what is absent.
+                "q_lora_rank": Field(
+                    "q_lora_rank", 1536, lambda x, _: x or 0, lambda block: block.q_lora_rank or None
+                ),
+                **{
+                    name: name
+                    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+                },
+            },
         ),
-        "shared_expert_dim": Field(
-            "n_shared_experts",
-            1,
-            lambda count, fields: (count or 0) * fields["moe_intermediate_size"],
-            lambda llm: llm.shared_expert_dim // llm.expert_dim,
+        "-": BlockFields(MLP(form="swiglu"), {"inner": "intermediate_size"}),
+        "E": BlockFields(
+            MoE(form="swiglu"),
+            {
+                "experts": "n_routed_experts",
+                "experts_per_token": "num_experts_per_tok",
+                "inner": "moe_intermediate_size",
+                "router.scale": "routed_scaling_factor",
+                "router.normalised": Field("norm_topk_prob", True),
+                "router.groups": Field("n_group", 8, lambda x, _: x or 1),
+                "router.groups_per_token": Field(
+                    "topk_group",
+                    4,
+                    lambda x, _: x or 1,
+                    lambda block: min(block.router.groups_per_token, block.router.groups),
+                ),
+                "shared_inner": Field(
+                    "n_shared_experts",
+                    1,
+                    lambda count, fields: (count or 0) * fields["moe_intermediate_size"],
+                    lambda block: block.shared_inner // block.inner,
+                ),
+            },
         ),
     },
 )

@@ -1,7 +1,7 @@
 """Writes a model as a published checkpoint: config.json, safetensors files, a tokenizer's files."""
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from fnmatch import fnmatch
 from itertools import chain
 from pathlib import Path
@@ -12,11 +12,11 @@ from jaxtyping import Shaped
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor
 from jaxthd.files.tokenizer_files import BESIDE, copy_files
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import ArraySlice, Shape, Tensor
 from jaxthd.hf.safetensors_files import write_safetensors
 
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
@@ -58,7 +58,7 @@ def export(
     fields = _overlaid(family.fields(model), settings or {})
     original = open_checkpoint(like) if like else None
     if original is not None:
-        fields = _overlaid(original.fields, fields)
+        fields = _overlaid(original.fields, fields, family.meaningless(model))
         fields.pop("quantization_config", None)  # what is written is not quantized
         if family.lora and "lora" not in (settings or {}):
             fields.pop("lora", None)  # it has been merged
@@ -94,16 +94,16 @@ def _dtype(tensor: Tensor, dtype: str) -> str:
     return "float32" if any(fnmatch(tensor.name, pattern) for pattern in KEPT_FLOAT32) else dtype
 
 
-def _overlaid(original: Fields, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """The original's settings with ours over them, all but _ORIGINALS."""
+def _overlaid(original: Fields, ours: Mapping[str, Any], meaningless: Collection[str] = ()) -> dict[str, Any]:
+    """The original's settings with ours over them, all but _ORIGINALS and meaningless ones."""
     merged = dict(original)
     for name, value in ours.items():
         old = {"text_config": "llm_config", "audio_config": "sound_config"}.get(name, name)
         key = name if name in original or old not in original else old
-        if key in _ORIGINALS:
+        if key in _ORIGINALS or key in meaningless:
             merged.setdefault(key, value)
         elif isinstance(value, Mapping) and isinstance(original.get(key), Mapping):
-            merged[key] = _overlaid(original[key], value)
+            merged[key] = _overlaid(original[key], value, meaningless)
         else:
             merged[key] = value
     return merged

@@ -1,14 +1,17 @@
 """Families of checkpoints: the settings in config.json, the names of the tensors."""
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
-from jaxthd.config import AdaptConfig, EncoderConfig, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config import AdaptConfig, Block, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config.values import with_value
+from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.fields import Fields, required
-from jaxthd.hf.names import Shape, Tensor
+from jaxthd.models.front_ends import FastConformer
 
-Config = TypeVar("Config", LLMConfig, EncoderConfig, ModelConfig, AdaptConfig, RopeConfig)
+Config = TypeVar("Config", Block, LLMConfig, FastConformer, ModelConfig, AdaptConfig, RopeConfig)
 
 LLM = ("embedding", "decoder.", "head")
 ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
@@ -51,6 +54,7 @@ class Family:
     mtp_tensors: (fields) -> what the names of tensors of multi-token prediction have in front. They may be
         left unread.
     by_default: whether an export of a model that the family holds whole has its format without being asked.
+    meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
     """
 
     format: str
@@ -68,6 +72,7 @@ class Family:
     lora_fields: Callable[[AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
     mtp_tensors: Callable[[Fields], tuple[str, ...]] = lambda fields: ("mtp.",)
     by_default: bool = True
+    meaningless: Callable[[ModelConfig], Collection[str]] = lambda model: ()
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""
@@ -78,7 +83,7 @@ class Field(NamedTuple):
     """A field of config.json that holds a setting of ours.
 
     theirs: its name there. default: the library's, which config.json may leave out, or give as null.
-    read: (their value, or None, and all fields) -> ours. write: (the dataclass with all our settings) ->
+    read: (their value, or None, and all fields) -> ours. write: (the dataclass with our settings) ->
     their value. None: the values are the same.
     """
 
@@ -88,15 +93,8 @@ class Field(NamedTuple):
     write: Callable[[Any], Any] | None = None
 
 
-class Part(NamedTuple):
-    """Several fields that hold a setting of ours that is a dataclass: its class, and the table of its own."""
-
-    kind: Callable[..., Any]
-    table: "Settings"
-
-
-Settings = Mapping[str, str | Field | Part]
-"""Our names of settings -> theirs. A string: config.json must have it."""
+Settings = Mapping[str, str | Field]
+"""Paths of our settings -> theirs. A string: config.json must have it."""
 
 
 def read_settings(fields: Fields, table: Settings, where: str = "config.json") -> dict[str, Any]:
@@ -106,8 +104,6 @@ def read_settings(fields: Fields, table: Settings, where: str = "config.json") -
         match entry:
             case str():
                 found[ours] = required(fields, entry, where)
-            case Part(kind, inner):
-                found[ours] = kind(**read_settings(fields, inner, where))
             case Field(theirs, default, read):
                 value = fields.get(theirs, default)
                 plain = default if value is None else value
@@ -121,19 +117,15 @@ def write_settings(config: Any, table: Settings) -> dict[str, Any]:
     for ours, entry in table.items():
         match entry:
             case str():
-                fields[entry] = getattr(config, ours)
-            case Part(_, inner):
-                fields |= write_settings(getattr(config, ours), inner)
+                fields[entry] = attrgetter(ours)(config)
             case Field(theirs, write=write):
-                fields[theirs] = write(config) if write else getattr(config, ours)
+                fields[theirs] = write(config) if write else attrgetter(ours)(config)
     return fields
 
 
 def updated(config: Config, settings: Mapping[str, Any]) -> Config:
     """`config` with other settings, of the types that it has."""
-    old = {name: getattr(config, name) for name in settings}
-    found = {
-        name: type(old[name])(value) if isinstance(old[name], bool | int | float) else value
-        for name, value in settings.items()
-    }
-    return replace(config, **found)
+    for path, value in settings.items():
+        old = attrgetter(path)(config)
+        config = with_value(config, path, type(old)(value) if isinstance(old, bool | int | float) else value)
+    return config

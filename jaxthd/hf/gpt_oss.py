@@ -5,13 +5,15 @@ experts' gates and ups are the even and the odd columns of one matrix.
 """
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import LLMConfig
-from jaxthd.hf.decoder import ATTENTION, Decoder, ffn_block, layer_types, mixer_block
-from jaxthd.hf.family import Field
+from jaxthd.files.tensor_names import Table, in_turn
+from jaxthd.hf.decoder import SOFTMAX_EXPERTS, BlockFields, Decoder, ffn_block, layer_types, paired_blocks
+from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Table, in_turn
+from jaxthd.models.blocks import Attention, Router
 
 _ROPE: dict[str, Any] = {
     "rope_type": "yarn",
@@ -24,6 +26,14 @@ _ROPE: dict[str, Any] = {
 }
 """The library's default."""
 _TYPES = {"sliding_attention": "W", "full_attention": "*"}
+
+
+_ATTENTION: Settings = {
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "bias": Field("attention_bias", True),
+}
 
 
 class GptOss(Decoder):
@@ -44,9 +54,8 @@ class GptOss(Decoder):
         types = {letter: name for name, letter in _TYPES.items()}
         return {"layer_types": [types[letter] for letter in llm.letters[::2]]}
 
-    def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
+    def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of attention and experts."""
-        attention = mixer_block(ATTENTION)
         experts: Table = {
             "router": "router",
             "experts.gate_up_proj": in_turn("gate", "up"),
@@ -54,7 +63,7 @@ class GptOss(Decoder):
             "experts.down_proj": "down",
             "experts.down_proj_bias": "down_bias",
         }
-        return {"W": attention, "*": attention, "E": ffn_block(experts)}
+        return paired_blocks(llm, {"E": ffn_block(experts)})
 
 
 GPT_OSS = GptOss(
@@ -62,26 +71,28 @@ GPT_OSS = GptOss(
     model_types=("gpt_oss",),
     layers=("WE", "*E"),
     expected={"hidden_act": "silu"},
-    form={"attention_sinks": True, "ffn_form": "clamped_swiglu", "ffn_bias": True},
     sizes={
         "vocab_size": "vocab_size",
         "dim": "hidden_size",
         "norm_eps": "rms_norm_eps",
-        "q_heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "head_dim": "head_dim",
-        "window": "sliding_window",
-        "attention_bias": Field("attention_bias", True),
-        "swiglu_alpha": Field("swiglu_alpha", 1.702),
-        "swiglu_limit": Field("swiglu_limit", 7.0),
         "tied_embedding": Field("tie_word_embeddings", False),
     },
-    # Their softmax is over the experts chosen, which is that over all experts, normalised.
-    moe_form={"router_bias": True},
-    moe_sizes={
-        "experts": "num_local_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "expert_dim": "intermediate_size",
+    blocks={
+        "*": BlockFields(Attention(sinks=True), _ATTENTION),
+        "W": BlockFields(Attention(sinks=True, window=128), {**_ATTENTION, "window": "sliding_window"}),
+        # Their softmax is over the experts chosen, which is that over all experts, normalised.
+        "E": BlockFields(
+            replace(
+                SOFTMAX_EXPERTS, form="clamped_swiglu", bias=True, router=Router(scores="softmax", bias=True)
+            ),
+            {
+                "experts": "num_local_experts",
+                "experts_per_token": "num_experts_per_tok",
+                "inner": "intermediate_size",
+                "alpha": Field("swiglu_alpha", 1.702),
+                "limit": Field("swiglu_limit", 7.0),
+            },
+        ),
     },
 )
 FAMILY = GPT_OSS.family()

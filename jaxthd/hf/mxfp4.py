@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float, UInt8
 
 from jaxthd.errors import UserError
-from jaxthd.hf.names import Shape
+from jaxthd.files.tensor_names import Shape
 from jaxthd.hf.reader import Decoded, Reader
 
 BLOCKS, SCALES = "_blocks", "_scales"

@@ -25,7 +25,7 @@ import yaml
 from jaxtyping import Shaped
 
 from jaxthd.errors import UserError
-from jaxthd.hf.names import Shape
+from jaxthd.files.tensor_names import Shape
 
 CONFIG, WEIGHTS = "model_config.yaml", "model_weights.ckpt"
 

@@ -5,12 +5,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxthd.config import EncoderConfig
+from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf import parakeet
 from jaxthd.hf.family import Family, Field, Settings, read_settings, updated, write_settings
 from jaxthd.hf.fields import must_be, required
-from jaxthd.hf.names import Shape, Tensor
+from jaxthd.models.front_ends import FastConformer
 
 _EXPECTED = {
     "subsampling": "dw_striding",
@@ -49,8 +50,8 @@ _NAMES = (
 """Parts of the names of ParakeetEncoder in the transformers library -> NeMo's."""
 
 
-def encoder_config(config: Any, encoder: EncoderConfig, where: str) -> EncoderConfig:
-    """`encoder` with NeMo's settings.
+def encoder_config(config: Any, model: ModelConfig, where: str) -> FastConformer:
+    """The model's encoder with NeMo's settings.
 
     config: of a model, with "encoder" and "preprocessor". where: its name in messages. Raises UserError for
     another kind of encoder than jaxthd's.
@@ -60,7 +61,7 @@ def encoder_config(config: Any, encoder: EncoderConfig, where: str) -> EncoderCo
         if isinstance(fields.get("feat_in"), str):  # ${model.preprocessor.features}, or the like
             fields["feat_in"] = required(required(config, "preprocessor", where), "features", where)
         required(fields, "subsampling_factor", where)  # NeMo's default is another one
-        found = updated(encoder, read_settings(fields, _SIZES, where))
+        found = updated(parakeet.base_encoder(model), read_settings(fields, _SIZES, where))
     except UserError as error:
         raise UserError(
             f"{where} describes no FastConformer encoder ({error}); expected a model such as "
@@ -76,8 +77,9 @@ def encoder_config(config: Any, encoder: EncoderConfig, where: str) -> EncoderCo
     return found
 
 
-def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
+def encoder_fields(model: ModelConfig) -> dict[str, Any]:
     """NeMo's settings of an encoder. Raises UserError for one that they cannot describe."""
+    encoder = parakeet.own_encoder(model)
     if encoder.linear_bias != encoder.conv_bias:
         raise UserError(
             f"model.encoder.linear_bias is {encoder.linear_bias} and conv_bias {encoder.conv_bias}; NeMo has "
@@ -91,9 +93,9 @@ def encoder_fields(encoder: EncoderConfig) -> dict[str, Any]:
     return {**write_settings(encoder, _SIZES), **_EXPECTED}
 
 
-def encoder_tensors(encoder: EncoderConfig, shapes: Mapping[str, Shape], theirs: str) -> Iterator[Tensor]:
+def encoder_tensors(model: ModelConfig, shapes: Mapping[str, Shape], theirs: str) -> Iterator[Tensor]:
     """The tensors of our arrays below "encoder.", by NeMo's names. theirs: what these have in front."""
-    for tensor in parakeet.encoder_tensors(encoder, shapes):
+    for tensor in parakeet.encoder_tensors(model, shapes):
         name = tensor.name
         for librarys, nemos in _NAMES:
             name = name.replace(librarys, nemos)
@@ -104,9 +106,7 @@ def archive_family(where: str) -> Family:
     """A .nemo archive as a family of checkpoints. where: the name of its settings in messages."""
     return replace(
         parakeet.FAMILY,
-        configure=lambda config, model: replace(
-            model, encoder=encoder_config(config, model.encoder or EncoderConfig(), where)
-        ),
-        tensors=lambda model, config, shapes: encoder_tensors(model.audio_encoder, shapes, "encoder."),
+        configure=lambda config, model: replace(model, encoder=encoder_config(config, model, where)),
+        tensors=lambda model, config, shapes: encoder_tensors(model, shapes, "encoder."),
         ignored=(),
     )

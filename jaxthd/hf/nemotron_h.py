@@ -6,11 +6,12 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.hf.decoder import ANY, ATTENTION, EXPERTS, MLP, Decoder
+from jaxthd.files.tensor_names import Below, Shape, Table, Tensor, tensors
+from jaxthd.hf.decoder import ANY, BlockFields, Decoder
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields, required
-from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, rows, tensors
-from jaxthd.models.mixers.mamba2 import COST_CHUNK
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
+from jaxthd.models.blocks.mamba2 import COST_CHUNK
 
 _BLOCKS = {"M": "linear_attention", "*": "full_attention", "-": "mlp", "E": "moe"}
 _LETTERS = {name: letter for letter, name in _BLOCKS.items()} | {"mamba": "M", "attention": "*"}
@@ -33,21 +34,9 @@ def _limits(value: Any, fields: Fields) -> tuple[float, float]:
     return low, high
 
 
-def _time_step_limit(llm: LLMConfig) -> list[Any]:
-    low, high = llm.mamba_dt_limit
+def _time_step_limit(block: Mamba2) -> list[Any]:
+    low, high = block.dt_limit
     return [low, high if math.isfinite(high) else {"__float__": "Infinity"}]
-
-
-_MAMBA: Table = {
-    "in_proj.weight": matrix(*(f"{part}.w" for part in ("z", "x", "b", "c", "dt"))),
-    "conv1d.weight": matrix("conv_x", "conv_b", "conv_c", tail=(1, 0)),
-    "conv1d.bias": rows("conv_bias_x", "conv_bias_b", "conv_bias_c"),
-    "dt_bias": "dt_bias",
-    "A_log": "a_log",
-    "D": "d",
-    "norm": "norm",
-    "out_proj": "out",
-}
 
 
 class NemotronH(Decoder):
@@ -74,6 +63,8 @@ class NemotronH(Decoder):
 
     def more_fields(self, llm: LLMConfig) -> dict[str, Any]:
         """The layers' types, by names of now and before, and what the library's scan needs."""
+        mamba = llm.blocks.get("M", Mamba2())
+        assert isinstance(mamba, Mamba2)
         mtp = {
             "num_nextn_predict_layers": llm.mtp_modules,
             "mtp_layers_block_type": [_BLOCKS[letter] for letter in llm.mtp_pattern],
@@ -83,17 +74,23 @@ class NemotronH(Decoder):
             "layers_block_type": [_BLOCKS[letter] for letter in llm.letters],
             "hybrid_override_pattern": llm.letters,
             "chunk_size": COST_CHUNK,
-            "expand": max(1, llm.mamba_heads * llm.mamba_head_dim // llm.dim),
+            "expand": max(1, mamba.inner // llm.dim),
             # The library's scan on CPUs clamps time steps to this and ignores time_step_limit.
-            "time_step_min": max(llm.mamba_dt_limit[0], 1e-30),
+            "time_step_min": max(mamba.dt_limit[0], 1e-30),
+            **({} if "E" in llm.blocks else {"moe_latent_size": None}),
             **(mtp if llm.mtp_pattern else {}),
         }
 
-    def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
+    def meaningless_fields(self, llm: LLMConfig) -> set[str]:
+        """Also those of more_fields that follow from Mamba2."""
+        of_mamba = set() if "M" in llm.blocks else {"expand", "time_step_min"}
+        return super().meaningless_fields(llm) | of_mamba
+
+    def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of all mixers."""
-        mixers = {"M": _MAMBA, "*": ATTENTION, "-": MLP, "E": EXPERTS}
         return {
-            letter: {"norm": "norm", "mixer.": Below("mixer.", table)} for letter, table in mixers.items()
+            letter: {"norm": "norm", "mixer.": Below("mixer.", block.tensors())}
+            for letter, block in llm.blocks.items()
         }
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
@@ -144,30 +141,44 @@ NEMOTRON_H = NemotronH(
         "n_shared_experts": 1,
         "norm_topk_prob": True,
     },
-    form={"ffn_form": "relu2", "mtp_pattern": ANY},
+    form={"mtp_pattern": ANY},
     sizes={
         "vocab_size": Field("vocab_size", 131072),
         "dim": Field("hidden_size", 4096),
         "norm_eps": Field("layer_norm_epsilon", 1e-5),
-        "q_heads": Field("num_attention_heads", 32),
-        "kv_heads": Field("num_key_value_heads", 8),
-        "head_dim": Field("head_dim", 128),
-        "ffn_dim": Field("intermediate_size", 21504),
-        "mamba_heads": Field("mamba_num_heads", 128),
-        "mamba_head_dim": Field("mamba_head_dim", 64),
-        "mamba_state": Field("ssm_state_size", 128),
-        "mamba_groups": Field("n_groups", 8),
-        "mamba_conv": Field("conv_kernel", 4),
-        "mamba_dt_limit": Field("time_step_limit", read=_limits, write=_time_step_limit),
-        "latent_dim": Field("moe_latent_size", 0, write=lambda llm: llm.latent_dim or None),
     },
-    moe_form={"router": "sigmoid"},
-    moe_sizes={
-        "experts": Field("n_routed_experts", 8),
-        "experts_per_token": Field("num_experts_per_tok", 2),
-        "expert_dim": Field("moe_intermediate_size", 7688),
-        "shared_expert_dim": Field("moe_shared_expert_intermediate_size", 7688),
-        "router_scale": Field("routed_scaling_factor", 1.0),
+    blocks={
+        "M": BlockFields(
+            Mamba2(),
+            {
+                "heads": Field("mamba_num_heads", 128),
+                "head_dim": Field("mamba_head_dim", 64),
+                "state": Field("ssm_state_size", 128),
+                "groups": Field("n_groups", 8),
+                "conv": Field("conv_kernel", 4),
+                "dt_limit": Field("time_step_limit", read=_limits, write=_time_step_limit),
+            },
+        ),
+        "*": BlockFields(
+            Attention(),
+            {
+                "heads": Field("num_attention_heads", 32),
+                "kv_heads": Field("num_key_value_heads", 8),
+                "head_dim": Field("head_dim", 128),
+            },
+        ),
+        "-": BlockFields(MLP(), {"inner": Field("intermediate_size", 21504)}),
+        "E": BlockFields(
+            MoE(),
+            {
+                "experts": Field("n_routed_experts", 8),
+                "experts_per_token": Field("num_experts_per_tok", 2),
+                "inner": Field("moe_intermediate_size", 7688),
+                "shared_inner": Field("moe_shared_expert_intermediate_size", 7688),
+                "router.scale": Field("routed_scaling_factor", 1.0),
+                "latent": Field("moe_latent_size", 0, write=lambda block: block.latent or None),
+            },
+        ),
     },
 )
 FAMILY = NEMOTRON_H.family()

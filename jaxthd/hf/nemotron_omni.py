@@ -10,10 +10,10 @@ from typing import Any
 
 from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Shape, Tensor, tensors
 from jaxthd.hf.decoder import token_fields
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family, TokenIds
 from jaxthd.hf.fields import Fields, must_be, required
-from jaxthd.hf.names import Shape, Tensor, tensors
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.parakeet import encoder_config, encoder_fields, encoder_tensors
 
@@ -58,12 +58,11 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
             "projection has too: choose another checkpoint"
         )
     inner = required(audio, "projection_hidden_size", "audio_config")
-    encoder = encoder_config(audio, model.audio_encoder, "audio_config")
+    encoder = encoder_config(audio, model, "audio_config")
     return replace(model, llm=llm, encoder=encoder, adapter_dim=inner, adapter_bias=False)
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    encoder = model.audio_encoder
     if not model.adapter_dim or model.adapter_bias or model.llm.norm_eps != _PROJECTION_EPS:
         raise UserError(
             f"model.adapter_dim is {model.adapter_dim}, model.adapter_bias {model.adapter_bias} and "
@@ -71,7 +70,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
             f"dim and no bias, and norms of epsilon {_PROJECTION_EPS}: "
             "choose --format parts"
         )
-    audio = encoder_fields(encoder)
+    audio = encoder_fields(model)
     audio |= {"projection_hidden_size": model.adapter_dim, "projection_bias": False}
     text = NEMOTRON_H.write(model.llm)
     for part in (audio, text):
@@ -87,7 +86,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
 
 def _tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
     if model.encoder is not None:
-        yield from encoder_tensors(model.encoder, shapes, "sound_encoder.encoder.")
+        yield from encoder_tensors(model, shapes, "sound_encoder.encoder.")
         projection = {"norm": "norm", "linear1": "up", "linear2": "out"}
         yield from tensors(projection, shapes, "sound_projection.", "adapter.")
     for tensor in NEMOTRON_H.tensors(model.llm, _parts(fields)[0], shapes):
@@ -117,4 +116,5 @@ FAMILY = Family(
     ),
     token_fields=_token_fields,
     mtp_tensors=lambda fields: ("language_model.mtp.",),
+    meaningless=lambda model: NEMOTRON_H.meaningless_fields(model.llm),
 )

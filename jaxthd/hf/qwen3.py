@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import LLMConfig
+from jaxthd.config.listing import value_at
+from jaxthd.files.tensor_names import Table
 from jaxthd.hf.decoder import (
-    ATTENTION,
-    EXPERTS,
-    MLP,
+    SOFTMAX_EXPERTS,
+    BlockFields,
     Decoder,
     dense_layers,
-    ffn_block,
     layer_types,
-    mixer_block,
+    paired_blocks,
     sparse_layers,
 )
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Table
+from jaxthd.models.blocks import MLP, Attention
 
 
 class Qwen3(Decoder):
@@ -41,14 +41,16 @@ class Qwen3(Decoder):
         if "E" not in llm.letters:
             return {}
         return {
-            "num_local_experts": llm.experts,  # what newer versions of the library write
+            "num_local_experts": value_at(
+                llm, "blocks.E.experts"
+            ),  # what newer versions of the library write
             "decoder_sparse_step": 1,
             "mlp_only_layers": dense_layers(llm.letters),
         }
 
-    def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
+    def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of attention, MLP and experts."""
-        return {"*": mixer_block(ATTENTION), "-": ffn_block(MLP), "E": ffn_block(EXPERTS)}
+        return paired_blocks(llm, {})
 
 
 QWEN3 = Qwen3(
@@ -56,25 +58,34 @@ QWEN3 = Qwen3(
     model_types=("qwen3",),
     layers=("*-",),
     expected={"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False},
-    form={"qk_norm": True},
     sizes={
         "vocab_size": "vocab_size",
         "dim": "hidden_size",
         "norm_eps": "rms_norm_eps",
-        "q_heads": "num_attention_heads",
-        "kv_heads": "num_key_value_heads",
-        "ffn_dim": "intermediate_size",
-        "head_dim": Field(
-            "head_dim", read=lambda x, fields: x or fields["hidden_size"] // fields["num_attention_heads"]
-        ),
         "tied_embedding": Field("tie_word_embeddings", False),
     },
-    moe_form={},
-    moe_sizes={
-        "experts": "num_experts",
-        "experts_per_token": "num_experts_per_tok",
-        "expert_dim": "moe_intermediate_size",
-        "router_normalised": Field("norm_topk_prob", False),
+    blocks={
+        "*": BlockFields(
+            Attention(qk_norm=True),
+            {
+                "heads": "num_attention_heads",
+                "kv_heads": "num_key_value_heads",
+                "head_dim": Field(
+                    "head_dim",
+                    read=lambda x, fields: x or fields["hidden_size"] // fields["num_attention_heads"],
+                ),
+            },
+        ),
+        "-": BlockFields(MLP(form="swiglu"), {"inner": "intermediate_size"}),
+        "E": BlockFields(
+            SOFTMAX_EXPERTS,
+            {
+                "experts": "num_experts",
+                "experts_per_token": "num_experts_per_tok",
+                "inner": "moe_intermediate_size",
+                "router.normalised": Field("norm_topk_prob", False),
+            },
+        ),
     },
 )
 QWEN3_MOE = replace(QWEN3, title="Qwen3MoeForCausalLM", model_types=("qwen3_moe",), layers=("*-", "*E"))

@@ -7,37 +7,32 @@ config.json does not tell of it.
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from jaxthd.config import DeltaConfig, LLMConfig
+from jaxthd.config import LLMConfig
+from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Below, Shape, Table, Tensor, tensors
 from jaxthd.hf.decoder import (
     ANY,
-    ATTENTION,
-    EXPERTS,
-    MLP,
+    SOFTMAX_EXPERTS,
+    BlockFields,
     Decoder,
     dense_layers,
     ffn_block,
     layer_types,
-    mixer_block,
+    paired_blocks,
     sparse_layers,
 )
-from jaxthd.hf.family import Field, Part, Settings
+from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.names import Below, Shape, Table, Tensor, matrix, tensors
+from jaxthd.models.blocks import MLP, Attention, GatedDelta
 
 _TYPES = {"linear_attention": "D", "full_attention": "*"}
-_DELTA: Settings = {
-    "key_heads": Field("linear_num_key_heads", 16),
-    "value_heads": Field("linear_num_value_heads", 32),
-    "key_dim": Field("linear_key_head_dim", 128),
-    "value_dim": Field("linear_value_head_dim", 128),
-    "conv": Field("linear_conv_kernel_dim", 4),
-}
 
 
-def _shared_expert_dim(value: int, fields: Fields) -> int:
+def _shared_inner(value: int, fields: Fields) -> int:
     if not value:
         raise UserError(
             "config.json has shared_expert_intermediate_size 0; expected more, since each layer of experts "
@@ -68,9 +63,9 @@ class Qwen3Next(Decoder):
         if llm.mtp_pattern:
             self.must_hold(llm, {"mtp_pattern": self.mtp({}, llm.letters)[0], "mtp_modules": 1})
         has_experts = "E" in llm.letters
-        if has_experts and not llm.shared_expert_dim:
+        if has_experts and not value_at(llm, "blocks.E.shared_inner"):
             raise UserError(
-                "model.llm.shared_expert_dim is 0; expected more for Qwen3NextForCausalLM, whose experts "
+                "model.llm.blocks.E.shared_inner is 0; expected more for Qwen3NextForCausalLM, whose experts "
                 "have a shared one beside them: choose another format"
             )
         types = {letter: name for name, letter in _TYPES.items()}
@@ -79,31 +74,20 @@ class Qwen3Next(Decoder):
             "layer_types": [types[letter] for letter in llm.letters[::2]],
             "decoder_sparse_step": 1,
             "mlp_only_layers": dense_layers(llm.letters),
-            "partial_rotary_factor": llm.rope.fraction,
+            "partial_rotary_factor": value_at(llm, "blocks.*.rope.fraction") if "*" in llm.blocks else 1.0,
         }
 
-    def blocks(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
+    def block_tensors(self, llm: LLMConfig, fields: Fields) -> Mapping[str, Table]:
         """The tables of the delta rule, attention, experts and MLP."""
-        key_heads = llm.delta.key_heads
-        delta: Table = {
-            "in_proj_qkvz.weight": matrix("q.w", "k.w", "v.w", "z.w", groups=key_heads),
-            "in_proj_ba.weight": matrix("rate.w", "dt.w", groups=key_heads),
-            "conv1d.weight": matrix("conv_q", "conv_k", "conv_v", tail=(1, 0)),
-            "dt_bias": "dt_bias",
-            "A_log": "a_log",
-            "norm": "norm",
-            "out_proj": "out",
-        }
-        queries = {"q_proj.weight": matrix("q.w", "gate.w", groups=llm.q_heads)}
-        attention: Table = queries | {name: x for name, x in ATTENTION.items() if name != "q_proj"}
-        others = {name: x for name, x in EXPERTS.items() if name != "shared_experts."}
-        experts = others | {"shared_expert.": Below("shared.", MLP), "shared_expert_gate": "shared_gate"}
-        return {
-            "D": {"input_layernorm": "norm", "linear_attn.": Below("mixer.", delta)},
-            "*": mixer_block(attention),
-            "E": ffn_block(experts),
-            "-": ffn_block(MLP),
-        }
+        special: dict[str, Table] = {}
+        if "D" in llm.blocks:
+            delta = Below("mixer.", llm.blocks["D"].tensors())
+            special["D"] = {"input_layernorm": "norm", "linear_attn.": delta}
+        if "E" in llm.blocks:
+            usual = llm.blocks["E"].tensors().items()
+            renamed = {name.replace("shared_experts.", "shared_expert."): x for name, x in usual}
+            special["E"] = ffn_block({**renamed, "shared_expert_gate": "shared_gate"})
+        return paired_blocks(llm, special)
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
         """One layer, with its norms and its projection beside it."""
@@ -123,25 +107,43 @@ QWEN3_NEXT = Qwen3Next(
     layers=("DE", "*E", "D-", "*-"),
     rotary="partial",
     expected={"attention_bias": False, "hidden_act": "silu"},
-    form={"qk_norm": True, "attention_gate": True, "norm_zero_centred": True, "mtp_pattern": ANY},
+    form={"norm_zero_centred": True, "mtp_pattern": ANY},
     sizes={
         "vocab_size": Field("vocab_size", 151936),
         "dim": Field("hidden_size", 2048),
         "norm_eps": Field("rms_norm_eps", 1e-6),
-        "q_heads": Field("num_attention_heads", 16),
-        "kv_heads": Field("num_key_value_heads", 2),
-        "head_dim": Field("head_dim", 256),
-        "ffn_dim": Field("intermediate_size", 5632),
         "tied_embedding": Field("tie_word_embeddings", False),
-        "delta": Part(DeltaConfig, _DELTA),
     },
-    moe_form={"shared_expert_gate": True},
-    moe_sizes={
-        "experts": Field("num_experts", 512),
-        "experts_per_token": Field("num_experts_per_tok", 10),
-        "expert_dim": Field("moe_intermediate_size", 512),
-        "shared_expert_dim": Field("shared_expert_intermediate_size", 512, _shared_expert_dim),
-        "router_normalised": Field("norm_topk_prob", True),
+    blocks={
+        "D": BlockFields(
+            GatedDelta(),
+            {
+                "key_heads": Field("linear_num_key_heads", 16),
+                "value_heads": Field("linear_num_value_heads", 32),
+                "key_dim": Field("linear_key_head_dim", 128),
+                "value_dim": Field("linear_value_head_dim", 128),
+                "conv": Field("linear_conv_kernel_dim", 4),
+            },
+        ),
+        "*": BlockFields(
+            Attention(qk_norm=True, gate=True),
+            {
+                "heads": Field("num_attention_heads", 16),
+                "kv_heads": Field("num_key_value_heads", 2),
+                "head_dim": Field("head_dim", 256),
+            },
+        ),
+        "-": BlockFields(MLP(form="swiglu"), {"inner": Field("intermediate_size", 5632)}),
+        "E": BlockFields(
+            replace(SOFTMAX_EXPERTS, shared_gate=True),
+            {
+                "experts": Field("num_experts", 512),
+                "experts_per_token": Field("num_experts_per_tok", 10),
+                "inner": Field("moe_intermediate_size", 512),
+                "shared_inner": Field("shared_expert_intermediate_size", 512, _shared_inner),
+                "router.normalised": Field("norm_topk_prob", True),
+            },
+        ),
     },
 )
 FAMILY = QWEN3_NEXT.family()

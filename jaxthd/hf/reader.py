@@ -9,7 +9,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Shaped
 
-from jaxthd.hf.names import Shape
+from jaxthd.files.tensor_names import Shape
 
 
 @runtime_checkable

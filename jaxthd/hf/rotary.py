@@ -81,11 +81,11 @@ def _refuse_unknown(given: Mapping[str, Any], kind: str) -> None:
         )
 
 
-def must_rotate(rope: RopeConfig, format: str, *, partial: bool = False) -> None:
-    """Raises UserError for a model without rotary embedding; unless `partial`, for one on a part of heads."""
+def must_rotate(rope: RopeConfig, block: str, format: str, *, partial: bool = False) -> None:
+    """Raises UserError for a block without rotary embedding; unless `partial`, for one on a part of heads."""
     if not rope.theta or (rope.fraction != 1 and not partial):
         raise UserError(
-            f"model.llm.rope has theta {rope.theta} and fraction {rope.fraction}; expected a theta"
+            f"{block}.rope has theta {rope.theta} and fraction {rope.fraction}; expected a theta"
             f"{'' if partial else ', and fraction 1,'} for {format}: choose another format"
         )
 

@@ -15,7 +15,7 @@ from jaxtyping import Shaped
 from safetensors import SafetensorError, safe_open
 
 from jaxthd.errors import UserError
-from jaxthd.hf.names import Shape
+from jaxthd.files.tensor_names import Shape
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {

@@ -48,7 +48,7 @@ class Progress(NamedTuple):
 
 
 class Drawing:
-    """Draws answers on a mesh. The prompts of a page fit its token slots and mel frames.
+    """Draws answers on a mesh. The prompts of a page fit its token slots and audio frames.
 
     config: as for_drawing makes it. stop_ids: the tokens that end an answer; the first one is padding.
     places: least of a data rank; their number is a multiple of the context ranks, which share them.

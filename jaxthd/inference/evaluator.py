@@ -10,13 +10,14 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
+from jaxthd.config import FrontEnd
 from jaxthd.data.loader import BatchAndReport
 from jaxthd.data.text.prompt import answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.layout import ContextLayout
+from jaxthd.packing.pack import audio_seconds
 from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.parallel.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.parallel.processes import exchange
@@ -115,7 +116,7 @@ class Evaluator:
         tokens_RDm = tokens.reshape(len(tokens) // documents, documents, tokens.shape[1])
         rows = local_rows(self._mesh, len(tokens_RDm))
         for own, keys_of_row in enumerate(keys):
-            seconds = seconds_of_documents(batch, own)
+            seconds = seconds_of_documents(batch, own, self._config.model.encoder)
             for number, key in enumerate(keys_of_row):
                 if ends.last[own, number] >= 0:
                     ids, ended = answer_of(tokens_RDm[rows[own], number].tolist(), self._stop_ids)
@@ -137,14 +138,11 @@ class Evaluator:
         return found, time.perf_counter() - start
 
 
-def seconds_of_documents(batch: Batch, row: int) -> list[float]:
+def seconds_of_documents(batch: Batch, row: int, front_end: FrontEnd | None) -> list[float]:
     """Seconds of audio of each document in a row of a host batch."""
-    if not batch.has_audio:
+    if not batch.has_audio or front_end is None:
         return [0.0] * int(batch.segment_ids[row].max())
-    valid_E = batch.mel_mask[row].reshape(-1, SUBSAMPLING).sum(-1)
-    slots, ids = batch.audio_slots[row], batch.segment_ids[row]
-    frames = np.bincount(ids[slots >= 0], valid_E[slots[slots >= 0]], minlength=ids.max() + 1)
-    return (frames[1:] / 100).tolist()
+    return audio_seconds(batch, row, front_end).tolist()
 
 
 def word_error_rate(hypotheses: Sequence[Hypothesis], normaliser: Normaliser = "basic") -> float:

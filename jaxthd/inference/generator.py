@@ -73,7 +73,7 @@ class Generator:
     params, buffers: in their device layout (steps/state.py). batch: most conversations answered together;
     decoding fewer costs the same. max_new_tokens: most tokens of an answer.
     stop_ids: the tokens that end an answer; None for those of the prompt template and the tokenizer.
-    The prompts of a data rank must fit config.data.capacity token slots and audio_capacity mel frames.
+    The prompts of a data rank must fit config.data.capacity token slots and audio_capacity audio frames.
     Raises UserError as PromptTemplate and load_tokenizer do.
     """
 

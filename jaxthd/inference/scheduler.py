@@ -113,7 +113,7 @@ class Scheduler:
         return (
             len(fits) <= limits.max_documents
             and sum(fit.slots for fit in fits) <= limits.capacity
-            and sum(sum(fit.chunk_frames) for fit in fits) <= limits.audio_capacity
+            and sum(sum(fit.piece_frames) for fit in fits) <= limits.audio_capacity
             and limits.can_share(fits)
         )
 

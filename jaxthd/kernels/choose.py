@@ -15,73 +15,49 @@ from jaxthd.kernels.scan_probe import scan_kernels
 from jaxthd.ops.attention.backends import BACKENDS as ATTENTION
 from jaxthd.ops.attention.backends import for_any_intervals
 from jaxthd.ops.attention.contract import AttentionShape
-from jaxthd.ops.attention.relative import RelativeShape
 from jaxthd.ops.scan.backends import BACKENDS as SCANS
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.ops.scan.pallas import chunk_of
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.processes import exchange
 
 
 def attention_shapes(config: Config) -> list[AttentionShape]:
-    """Shapes of latent attention and of other attention, in a window or not; of what the decoder has."""
-    kinds = {letter == "L" for letter in config.model.llm.kinds if letter in "*LW"}
-    return [attention_shape(config, is_latent) for is_latent in sorted(kinds, reverse=True)]
-
-
-def attention_shape(config: Config, is_latent: bool | None = None) -> AttentionShape:
-    """The decoder's attention on one tensor rank, over the buffers of a microbatch.
-
-    is_latent: that of latent attention; None: where the decoder has some.
-    """
-    llm, mesh, data = config.model.llm, config.mesh, config.data
-    is_latent = "L" in llm.kinds if is_latent is None else is_latent
+    """Shapes of the decoder's attention on one tensor rank, over the buffers of a microbatch."""
+    mesh, data = config.mesh, config.data
     rows = max(1, data.rows // mesh.data // config.train.microbatches)
-    return AttentionShape(
-        config.compute.dtype,
-        llm.q_heads // mesh.tensor,
-        max(1, (llm.q_heads if is_latent else llm.kv_heads) // mesh.tensor),
-        llm.latent_attention.kernel_head_dim if is_latent else llm.head_dim,
-        rows * data.capacity // mesh.context,
-        rows * data.max_documents,
+    buffers = rows * data.capacity // mesh.context, rows * data.max_documents
+    sizes = (block.attention(mesh.tensor) for _, block in config.model.llm.each_block)
+    shapes = (
+        AttentionShape(config.compute.dtype, x.heads, x.kv_heads, x.kernel_dim, *buffers) for x in sizes if x
     )
+    return list(dict.fromkeys(shapes))
 
 
-def scan_shape(config: Config) -> ScanShape:
-    """The shape of one rank's scan: its context chunks, for all heads of its tensor rank. Under the layout
+def scan_shapes(config: Config) -> list[ScanShape]:
+    """Shapes of one rank's scans: its context chunks, for all heads of its tensor rank. Under the layout
     "whole" states enter what is scanned without the kernel. A group whose heads lie on several ranks is on
     each of them.
     """
-    llm, mesh, context = config.model.llm, config.mesh, config.mesh.context
-    heads, groups = llm.mamba_heads // mesh.tensor, max(1, llm.mamba_groups // mesh.tensor)
+    mesh, context = config.mesh, config.mesh.context
     tokens, states_enter = config.data.capacity, context > 1
     if context > 1 and config.compute.layout == "whole":
         tokens, states_enter = tokens // context, False
     elif context > 1:
         tokens //= 2 * context
-    return ScanShape(
-        config.compute.dtype,
-        heads,
-        groups,
-        llm.mamba_head_dim,
-        llm.mamba_state,
-        chunk_of(config.compute.blocks.scan, tokens),
-        states_enter,
-    )
+    chunk = chunk_of(config.compute.blocks.scan, tokens)
+    sizes = (block.scan(mesh.tensor) for _, block in config.model.llm.each_block)
+    return [ScanShape(config.compute.dtype, *each, chunk, states_enter) for each in sizes if each]
 
 
-def _encoder_shapes(config: Config) -> list[RelativeShape]:
-    """The attention of the encoder's clips: every rank computes all heads of its own."""
+def _encoder_shapes(config: Config) -> Sequence[Any]:
+    """Shapes of the front end's attention."""
     encoder = config.model.encoder
-    if encoder is None:
-        return []
-    longest = -(-encoder.chunk_frames // SUBSAMPLING)
-    return [RelativeShape(config.compute.dtype, encoder.heads, encoder.dim // encoder.heads, longest)]
+    return [] if encoder is None else encoder.kernel_shapes(config.compute.dtype)
 
 
 def _not_for_windows(config: Config, name: str) -> str | None:
-    kinds = set(config.model.llm.kinds)
-    if kinds & set("*L") or ATTENTION[name].takes_any_intervals:
+    sizes = (block.attention(1) for _, block in config.model.llm.each_block)
+    if any(each and not each.window for each in sizes) or ATTENTION[name].takes_any_intervals:
         return None
     return "it does not compute windows, and the decoder has no other attention"
 
@@ -115,7 +91,7 @@ CHOICES = (
     ),
     Choice(
         "scan_backend",
-        lambda config: [scan_shape(config)] if "M" in config.model.llm.kinds else [],
+        scan_shapes,
         scan_kernels,
         "xla",
         tuple(name for name, backend in SCANS.items() if backend.is_interpreted_on_cpu),
@@ -130,7 +106,7 @@ def kernels_of_run(config: Config, choice: Choice) -> list[dict[str, Kernel]]:
     return [{kernel.name: kernel for kernel in choice.kernels(shape)} for shape in shapes]
 
 
-LARGE_KERNELS: dict[str, Any] = {"expert_rounds": True, "subsampling": 1024}
+LARGE_KERNELS: dict[str, Any] = {"expert_rounds": True, "front_end": 1024}
 """Block sizes on GPUs, which take few large products in place of loops over small ones. The kernels are XLA's
 and need no admission."""
 
@@ -149,7 +125,7 @@ def with_admitted(config: Config, say: Callable[[str], None], folder: Path | Non
         found = choice.plain if without and is_open else _admitted(config, choice, say, folder)
         config = using(config, **{choice.field: found})
     attention = config.compute.attention_backend
-    if "W" in config.model.llm.kinds and for_any_intervals(attention).name != attention:
+    if config.model.llm.window and for_any_intervals(attention).name != attention:
         say(f"attention in windows: xla; {attention} does not compute it, pallas does")
     if this_machine().platform == "gpu" and config.compute.block_sizes is None:
         config = using(config, block_sizes=replace(config.compute.blocks, **LARGE_KERNELS))

@@ -46,9 +46,10 @@ def probe_errors(shape: RelativeShape) -> dict[str, float]:
     given = [jnp.asarray(scale * rng.normal(size=size), shape.dtype) for scale, size in sizes]
     exact = [x.astype(jnp.float32) for x in given]
     lo, hi = (jnp.asarray(x, jnp.int32) for x in (lo_N, hi_N))
+    # The bias's products are XLA's: in float32 a GPU would round them to TF32, whichever kernel uses them.
     with jax.default_matmul_precision("highest"):
         want = as_in_a_step(partial(_results, partial(_all_pairs, shape)))(lo, hi, *exact)
-    found = as_in_a_step(partial(_results, partial(_by_kernels, shape)))(lo, hi, *given)
+        found = as_in_a_step(partial(_results, partial(_by_kernels, shape)))(lo, hi, *given)
     pairs = zip(QUANTITIES, *map(jax.device_get, (found, want)), strict=True)
     return {name: error(np.asarray(a, np.float32), b) for name, a, b in pairs}
 

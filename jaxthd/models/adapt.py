@@ -21,7 +21,6 @@ from jax import Array
 
 from jaxthd.config import AdaptConfig, Config
 from jaxthd.models.layers import Linear, column_squares, norm_ratio
-from jaxthd.models.mixers import MoE
 
 Tree = Any
 Path = tuple[Any, ...]
@@ -57,11 +56,16 @@ def projections(model: nnx.Module) -> dict[str, Linear]:
 
 
 def no_projections(model: nnx.Module) -> list[str]:
-    """Names of modules that get neither LoRA nor FP8: routers, which decide in float32, and the matrices of
-    routed experts.
+    """Names of modules that get neither LoRA nor FP8 (`no_lora` of mixers): routers, which decide in float32,
+    and the matrices of routed experts.
     """
-    layers = [path for path, module in nnx.iter_modules(model) if isinstance(module, MoE)]
-    return [dotted((*path, name)) for path in layers for name in ("router", "up", "down")]
+    return _named(model, "no_lora")
+
+
+def _named(model: nnx.Module, attribute: str) -> list[str]:
+    """Names of the modules that an attribute of the modules above them tells."""
+    modules = nnx.iter_modules(model)
+    return [dotted((*path, name)) for path, module in modules for name in getattr(module, attribute, ())]
 
 
 def matches(name: str, patterns: Iterable[str]) -> bool:
@@ -106,10 +110,9 @@ def add_lora(model: nnx.Module, adapt: AdaptConfig, key: Array) -> None:
 
 
 def fp8_projections(model: nnx.Module) -> dict[str, Linear]:
-    """The projections that FP8 can compute, by name: not the time steps of Mamba2 and of the gated delta
-    rule, which are exponents, nor that rule's rates."""
-    wide = (".mixer.dt", ".delta.mixer.rate")
-    return {name: linear for name, linear in projections(model).items() if not name.endswith(wide)}
+    """The projections that FP8 can compute, by name: not those that mixers name in `no_fp8`."""
+    wide = set(_named(model, "no_fp8"))
+    return {name: linear for name, linear in projections(model).items() if name not in wide}
 
 
 def use_fp8(model: nnx.Module, patterns: Sequence[str]) -> None:
@@ -136,19 +139,10 @@ def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     return nnx.traversals.unflatten_mapping({path: is_trained(path) for path in paths})
 
 
-def keeps_statistics(is_trained: Tree) -> bool:
-    """Whether the encoder's BatchNorms are frozen, or there is no encoder.
-
-    Frozen ones normalise by their running statistics, which do not change.
-    """
-    encoder = is_trained.get("encoder")
-    return encoder is None or not any(jax.tree.leaves(encoder["blocks"]["conv"]["norm"]))
-
-
 def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:
     """Whether the module's routers are frozen, or it has none: experts' correction biases do not change."""
-    moe = is_trained[module]["layers"].get("moe")
-    return moe is None or not moe["mixer"]["router"]["w"]
+    mixers = (stack["mixer"] for stack in is_trained[module]["layers"].values())
+    return not any(any(mixer["router"].values()) for mixer in mixers if "router" in mixer)
 
 
 def split(tree: Tree, is_trained: Tree) -> tuple[Tree, Tree]:

@@ -20,8 +20,8 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models import dropout
+from jaxthd.models.blocks import Prefilled, RoutedMixer, Routing
 from jaxthd.models.layers import RMSNorm
-from jaxthd.models.mixers import Prefilled, RoutedMixer, Routing, layer_kind
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import PIPELINE
@@ -54,45 +54,55 @@ def repeated_units(pattern: str) -> list[tuple[str, int]]:
 
 
 class Block(nnx.Module):
-    """x + mixer(RMSNorm(x)). letter: the kind of mixer, as in model.llm.pattern.
-
-    Raises ValueError for an unknown letter.
-    """
+    """x + mixer(RMSNorm(x)), with other norms where the block says so (jaxthd.Block.norms). letter: of the
+    block, as in model.llm.pattern."""
 
     def __init__(
-        self,
-        letter: str,
-        llm: LLMConfig,
-        init: Init | nnx.Rngs,
-        compute: ComputeConfig = ComputeConfig(),
+        self, letter: str, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init = Init.of(init, compute)
-        self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
-        self.residual = Residual.of(init.mesh, compute.sequence_sharded)
-        self.mixer = layer_kind(letter).mixer(llm, init, compute)
+        block = llm.blocks[letter]
+
+        def norm(*, there: bool) -> RMSNorm | None:
+            """A norm where there is one."""
+            return RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred) if there else None
+
+        self.norm = norm(there=block.norms != "after")
+        self.norm_after = norm(there=block.norms != "before")
+        self.residual, self.scale = Residual.of(init.mesh, compute.sequence_sharded), block.residual_scale
+        self.mixer = block.build(llm, init, compute)
+
+    def _normed(self, x_nD: Array) -> Array:
+        """The mixer's input."""
+        return x_nD if self.norm is None else self.norm(x_nD)
+
+    def _sum(self, x_nD: Array, y_nD: Array) -> Array:
+        """The residual with the mixer's output."""
+        y_nD = y_nD if self.norm_after is None else self.norm_after(y_nD)
+        return x_nD + (y_nD if self.scale == 1 else self.scale * y_nD)
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments
     ) -> tuple[Float[Array, "n D"], Routing | None]:
         """Also returns the Routing if the mixer routes tokens, else None."""
-        h_ND, routing = self.residual.whole(self.norm(x_nD)), None
+        h_ND, routing = self.residual.whole(self._normed(x_nD)), None
         if isinstance(self.mixer, RoutedMixer):
             y_ND, routing = self.mixer.routed(h_ND, segments)
         else:
             y_ND = self.mixer(h_ND, segments)
-        return x_nD + self.residual.total(y_ND), routing
+        return self._sum(x_nD, self.residual.total(y_ND)), routing
 
     def prefill(self, x_nD: Float[Array, "n D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """The block over prompts: its outputs, and what its mixer keeps for decoding."""
-        y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self.norm(x_nD)), segments, prompts)
-        return Prefilled(x_nD + self.residual.total(y_ND), fixed, state)
+        y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self._normed(x_nD)), segments, prompts)
+        return Prefilled(self._sum(x_nD, self.residual.total(y_ND)), fixed, state)
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         """The block over the newest token of each sequence: its outputs, and the mixer's new state."""
-        y_nD, state = self.mixer.step(self.norm(x_nD), fixed, state, now)
-        return x_nD + self.residual.decoding.total(y_nD), state
+        y_nD, state = self.mixer.step(self._normed(x_nD), fixed, state, now)
+        return self._sum(x_nD, self.residual.decoding.total(y_nD)), state
 
 
 class _Layers(NamedTuple):
@@ -124,10 +134,10 @@ class HybridLayers(nnx.Module):
         axes = (PIPELINE,) if stages.ranks > 1 else ()
         self.layers = nnx.Dict(
             {
-                layer_kind(letter).name: stack(
+                name: stack(
                     partial(Block, letter, llm, compute=compute), init, stages.rows(letter), axes=axes
                 )
-                for letter in sorted(set(stages.letters))
+                for letter, name in stages.used_stacks
             }
         )
         self.stages = stages
@@ -173,8 +183,8 @@ class HybridLayers(nnx.Module):
         this stage's.
         """
         stacks = {}
-        for letter in sorted(set(self.stages.letters)):
-            variables = nnx.state(self.layers[layer_kind(letter).name])
+        for letter, name in self.stages.used_stacks:
+            variables = nnx.state(self.layers[name])
             numbers = None if dropout.current() is None else self._numbers(letter, chunk)
             stack_of = _Layers(self._of_chunk(letter, chunk, variables), cache and cache[letter], numbers)
             stacks[letter] = stack_of
@@ -182,8 +192,8 @@ class HybridLayers(nnx.Module):
 
     def rows_of(self, pattern: str, chunk: Array | int, of_kinds: dict[str, Any]) -> list[dict[str, Any]]:
         """Trees of stacked arrays, by the layers' names in self.layers."""
-        names = {letter: layer_kind(letter).name for letter in set(self.stages.letters)}
-        stacks = {letter: self._of_chunk(letter, chunk, of_kinds[name]) for letter, name in names.items()}
+        used = self.stages.used_stacks
+        stacks = {letter: self._of_chunk(letter, chunk, of_kinds[name]) for letter, name in used}
         return _by_unit(pattern, stacks)
 
     def prefill(
@@ -236,7 +246,7 @@ class HybridLayers(nnx.Module):
 
         Both cache and the layers' results are stacked by letter and padded to Stages.most.
         """
-        kinds = {letter: self.layers[layer_kind(letter).name] for letter in sorted(set(self.stages.letters))}
+        kinds = {letter: self.layers[name] for letter, name in self.stages.used_stacks}
         graphs = {letter: nnx.graphdef(kind) for letter, kind in kinds.items()}
         results: dict[str, list[Any]] = {letter: [] for letter in kinds}
         for (unit, _), of_unit in zip(repeated_units(pattern), layers, strict=True):
@@ -365,8 +375,9 @@ class HybridDecoder(HybridLayers):
         compute: ComputeConfig = ComputeConfig(),
         stages: Stages | None = None,
     ) -> None:
+        llm.require_blocks()
         init = Init.of(init, compute)
-        super().__init__(llm, init, stages or Stages.single(llm.letters), compute)
+        super().__init__(llm, init, stages or Stages((llm.letters,), 1, llm.stacks), compute)
         if len(self.stages.patterns) > 1:
             self.keeps_views = False
         self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)

@@ -14,11 +14,13 @@ from jaxtyping import Float
 
 from jaxthd.models.dropout import dropped
 from jaxthd.ops.fp8 import fp8_product
-from jaxthd.ops.norms import gated_rms_norm, rms_norm
+from jaxthd.ops.norms import gated_rms_norm, layer_norm, rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.product import narrowed, product
 from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, ShardedDim, once, own_part, stack
+
+LAYER_NORM_EPS = 1e-5
 
 
 class RMSNorm(nnx.Module):
@@ -69,6 +71,22 @@ class RMSNorm(nnx.Module):
 
     def _weight(self) -> Array:
         return 1 + self.weight[...] if self.zero_centred else self.weight[...]
+
+
+class LayerNorm(nnx.Module):
+    """(x - mean) / sqrt(variance + LAYER_NORM_EPS) * weight + bias, over the last dim, in promote(float32,
+    x)."""
+
+    def __init__(self, dim: int, init: Init) -> None:
+        self.weight, self.bias = init.ones((dim,)), init.zeros((dim,))
+
+    def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
+        normed: Array = layer_norm(LAYER_NORM_EPS, x_ND, self.weight[...], self.bias[...])
+        return normed
+
+    def of_heads(self, x_NHD: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
+        """Each head by itself, all with the same weight and bias."""
+        return self(x_NHD.reshape(-1, x_NHD.shape[-1])).reshape(x_NHD.shape)
 
 
 class LoRA(nnx.Module):

@@ -16,9 +16,9 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.models.blocks import Routing
 from jaxthd.models.hybrid import HybridLayers
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers import Routing
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, gathered_state, over_tensor, stack
@@ -58,7 +58,7 @@ class MultiTokenPrediction(HybridLayers):
         self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init = Init.of(init, compute)
-        super().__init__(llm, init, Stages((llm.mtp_pattern,) * llm.mtp_modules, 1), compute)
+        super().__init__(llm, init, Stages((llm.mtp_pattern,) * llm.mtp_modules, 1, llm.stacks), compute)
         self.depths = stack(partial(Depth, llm, compute=compute), init, llm.mtp_modules)
         self.shared = llm.mtp_shared
 

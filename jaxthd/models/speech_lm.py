@@ -3,7 +3,7 @@
 It runs inside the step's shard_map, where every array is this rank's shard, or on one device without a mesh.
 
 Legend: R rows on this rank, T tokens of a row on this rank, N = R * T, n = N or this tensor rank's part of N
-(compute.sequence_sharded), V vocabulary entries of this rank, A mel frames of a row on this rank,
+(compute.sequence_sharded), V vocabulary entries of this rank, A audio frames of a row on this rank,
 M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio ranks, D model dim,
 K depths of multi-token prediction that the batch has data for.
 """
@@ -18,11 +18,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
+from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
-from jaxthd.models.fastconformer import FastConformer
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers import Routing
 from jaxthd.models.mtp import MultiTokenPrediction
 from jaxthd.ops.activations import relu_squared
 from jaxthd.ops.cross_entropy import (
@@ -106,7 +105,7 @@ class SpeechLM(nnx.Module):
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
-        self.encoder = FastConformer(config.encoder, everywhere, compute) if config.encoder else None
+        self.encoder = config.encoder.build(everywhere, compute) if config.encoder else None
         self.adapter = (
             Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere, bias=config.adapter_bias)
             if config.encoder
@@ -130,7 +129,7 @@ class SpeechLM(nnx.Module):
         self.vocabulary_axes = (PIPELINE, TENSOR) if ranks > 1 else ()
         self.has_pipeline = init.mesh.pipeline > 1
         self.max_documents = max_documents
-        self.window = config.llm.window if "W" in config.llm.kinds else None
+        self.window = config.llm.window
         self.mesh = init.mesh
 
     def log_probs(
@@ -206,7 +205,8 @@ class SpeechLM(nnx.Module):
             slots_RL = with_future(batch.audio_slots, batch.future_audio_slots)
             # A slot has a token or a frame: the other is looked up nowhere and is 0. A choice between them
             # would keep a mask of every dim for the backward pass.
-            tokens_RL = jnp.where(slots_RL >= 0, _NOWHERE, tokens_RL)
+            if self.config.encoder is not None and not self.config.encoder.adds:
+                tokens_RL = jnp.where(slots_RL >= 0, _NOWHERE, tokens_RL)
             frames_RL1 = jnp.where(slots_RL >= 0, slots_RL, audio_RED.shape[1])[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, frames_RL1, axis=1, mode="fill", fill_value=0)
         x_RLD = self.embed_tokens(tokens_RL.reshape(-1)).reshape(*tokens_RL.shape, -1)
@@ -310,12 +310,7 @@ class SpeechLM(nnx.Module):
         return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
 
     def top_k_scores(
-        self,
-        x_nD: Float[Array, "n D"],
-        batch: Batch,
-        top_k: int,
-        *,
-        temperature: float = 1.0,
+        self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int, *, temperature: float = 1.0
     ) -> TokenScores:
         """As target_log_probs, with each position's top_k likeliest tokens. Not differentiable."""
         scored = self._scored(self._left(x_nD), batch, temperature=temperature)
@@ -369,20 +364,21 @@ class SpeechLM(nnx.Module):
                 "the batch holds audio, and the model has no encoder (model.encoder is None); expected a "
                 "batch without audio arrays: pack with audio_capacity 0, or give the model an encoder"
             )
-        rows, frames, mels = batch.mels.shape
+        rows, frames, width = batch.features.shape
         chunks: Segments = make_segments(
-            batch.chunk_ids, batch.chunk_positions, block=self.compute.blocks.attention, axis=None
+            batch.piece_ids, batch.piece_positions, block=self.compute.blocks.attention, axis=None
         )
         y_ED, buffers = self.encoder(
-            batch.mels.reshape(rows * frames, mels).astype(self.compute.dtype),
-            batch.mel_mask.reshape(-1),
+            batch.features.reshape(rows * frames, width).astype(self.compute.dtype),
+            batch.frame_mask.reshape(-1),
             chunks,
+            recording_ids=batch.recording_ids,
             train=train,
             axes=axes,
             row_axes=AUDIO_AXES if axes else (),
         )
         y_ED = applied(self.adapter, y_ED, keeps_gathered=self.encoder.keeps_gathered)
-        y_RED = y_ED.reshape(rows, batch.chunk_ids.shape[1], -1)
+        y_RED = y_ED.reshape(rows, batch.piece_ids.shape[1], -1)
         if axes:
             y_RED = jax.lax.all_gather(y_RED, AUDIO_AXES, axis=1, tiled=True)
         return y_RED, buffers

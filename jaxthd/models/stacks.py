@@ -11,7 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxthd.config import LLMConfig, MeshConfig
-from jaxthd.models.mixers import LAYER_KINDS, layer_kind
 from jaxthd.parallel.stages import Stages
 
 
@@ -20,7 +19,8 @@ def pipeline_stages(llm: LLMConfig, mesh: MeshConfig) -> Stages:
 
     Raises ValueError as Stages.of does, and for an unknown letter.
     """
-    return Stages.of(llm.pattern, mesh, lambda letter: layer_kind(letter).cost(llm))
+    llm.require_blocks()
+    return Stages.of(llm.pattern, mesh, lambda letter: llm.blocks[letter].cost(llm.dim), llm.stacks)
 
 
 def to_stages(tree: Any, stages: Stages) -> Any:
@@ -60,18 +60,7 @@ def _of_layers(change: Callable[[str, Any], Any], tree: Any, stages: Stages) -> 
 
     def leaf(path: tuple[Any, ...], x: Any) -> Any:
         """The leaf changed by the letter of its kind; itself where no letter is in its path."""
-        letter = letter_of(path)
+        letter = stages.letter_of(path)
         return x if letter is None else change(letter, x)
 
     return jax.tree_util.tree_map_with_path(leaf, tree)
-
-
-def letter_of(path: tuple[Any, ...]) -> str | None:
-    """The letter of the stack of layers that an array belongs to; None for one of no stack that a pipeline
-    divides. path: jax's, in a tree with the names of the module tree.
-    """
-    names = [str(getattr(key, "key", "")) for key in path]
-    if "layers" not in names or "mtp" in names:  # all ranks hold the mtp layers whole
-        return None
-    kind = names[names.index("layers") + 1]
-    return next(letter for letter, each in LAYER_KINDS.items() if each.name == kind)

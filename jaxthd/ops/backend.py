@@ -15,6 +15,7 @@ Found = TypeVar("Found")
 
 
 RAN_ON_CPU = "CPU, jax 0.10.2, 0.11.2 and 0.12.0.1, 2026-11-22"
+RAN_ON_GPU = "one H200, jax 0.11.2, 2026-11-26"
 """Where the back-ends of XLA's code ran, and others in part."""
 
 

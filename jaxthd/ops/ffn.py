@@ -10,23 +10,19 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.config import LLMConfig
 from jaxthd.ops.activations import relu_squared, silu_gated
+
+FFNKind = Literal["relu2", "swiglu", "clamped_swiglu"]
 
 
 class FFNForm(NamedTuple):
-    """model.llm.ffn_form, with the alpha and the limit of "clamped_swiglu". in_fp8: of experts, whether their
-    products are ("experts" in compute.fp8)."""
+    """The `form` of an MLP or of experts, with the alpha and the limit of "clamped_swiglu". in_fp8: of
+    experts, whether their products are ("experts" in compute.fp8)."""
 
-    kind: Literal["relu2", "swiglu", "clamped_swiglu"]
+    kind: FFNKind
     alpha: float
     limit: float
     in_fp8: bool = False
-
-    @classmethod
-    def of(cls, llm: LLMConfig) -> "FFNForm":
-        """The form that the decoder's settings name."""
-        return cls(llm.ffn_form, llm.swiglu_alpha, llm.swiglu_limit)
 
     def inner(self, up_NF: Float[Array, "N F"], gate_NF: Float[Array, "N F"] | None) -> Float[Array, "N F"]:
         """Input of the last projection. gate: None for "relu2", which has none."""

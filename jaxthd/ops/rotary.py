@@ -25,7 +25,7 @@ def rotated(
     dtype.
     """
     acc = accumulation_dtype(x_NHd)
-    frequency_f = jnp.asarray(frequencies(rope, rotated_features(rope, x_NHd.shape[-1])), acc)
+    frequency_f = jnp.asarray(frequencies(rope, rope.rotated(x_NHd.shape[-1])), acc)
     angle_N1f = (positions_N.astype(acc)[:, None] * frequency_f)[:, None]
     cos, sin = (rope.rotation_factor * f(angle_N1f) for f in (jnp.cos, jnp.sin))
     half = len(frequency_f)
@@ -33,11 +33,6 @@ def rotated(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(
         x_NHd.dtype
     )
-
-
-def rotated_features(rope: RopeConfig, head_dim: int) -> int:
-    """r, the features of a head that are rotated."""
-    return int(head_dim * rope.fraction)
 
 
 @lru_cache

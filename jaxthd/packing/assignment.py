@@ -20,8 +20,6 @@ from jaxtyping import Int, Int32
 from jaxthd.config import Config
 from jaxthd.packing.layout import DualChunkSwap
 
-LAYER_KINDS_OF_WHOLE = "*DEMLW-"
-"""Letters of the layers that can pass what split documents need, and nothing else."""
 LEAST_CHUNK = 4
 """Fewest slots of a split document's context chunk: a convolution's taps then reach only the chunk before."""
 FULL = 0.97
@@ -44,7 +42,7 @@ def pairs_per_slot(config: Config) -> float:
     A layer's matrices have about 6 dim^2 numbers, and a pair costs about 2 dim in each attention layer.
     """
     llm = config.model.llm
-    attention = sum(map(llm.letters.count, "*LW"))
+    attention = sum(llm.blocks[x].attention(1) is not None for x in llm.letters)
     return 3.0 * llm.dim * len(llm.letters) / max(attention, 1)
 
 

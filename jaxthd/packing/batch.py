@@ -1,9 +1,9 @@
 """The batch: what the loader hands to the step. Every array has a fixed shape; its first dim is rows.
 
 Legend: R rows (buffers, sharded over the data axis), T token slots of a row (sharded over the context axis,
-in context-layout order), K depths of multi-token prediction (0: none, and no data), D model dim, A mel frame
-slots of a row over all its audio ranks, M mel bands, E = A / 8 encoder frames, C most split documents of a
-row.
+in context-layout order), K depths of multi-token prediction (0: none, and no data), D model dim, A slots of
+audio frames of a row over all its audio ranks, W numbers of a frame, E outputs of these frames (A / E is the
+front end's unit), C most split documents of a row.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Int32, UInt32
 
-AUDIO_FIELDS = ("audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots")
+AUDIO_FIELDS = ("audio_slots", "features", "frame_mask", "piece_ids", "piece_positions", "future_audio_slots")
 """Fields of Batch that are None in a batch packed without room for audio."""
 
 
@@ -29,14 +29,13 @@ class Batch(NamedTuple):
     segment_ids: 0 in padding, else the segment's number in the row, from 1, rising along the row. A segment
         is a document, or one of the parts of a document with several answers.
     positions: index of the token in its segment (0 in padding).
-    audio_slots: index into the row's E encoder frames (rank-major: rank * E / ranks + frame in the rank's
-        buffer), or -1 where the embedding is the token's.
-    mels: log-mel features; every encoder chunk starts at a multiple of 8 frames, and may go on in the shares
-        of the next ranks; 0.0 where mel_mask is False.
-    mel_mask: True on valid mel frames.
-    chunk_ids: 0 on unused encoder frames, else the encoder chunk's number in the row, from 1, rising over all
-        ranks.
-    chunk_positions: index of the encoder frame in its chunk (0 where unused).
+    audio_slots: index into the row's E outputs of audio frames (rank-major: rank * E / ranks + output of the
+        rank's frames), or -1 where the embedding is the token's alone.
+    features: what the front end reads; every piece of audio starts at a unit of the front end, and may go on
+        in the shares of the next ranks where it is divisible; 0.0 where frame_mask is False.
+    frame_mask: True on valid frames.
+    piece_ids: 0 on unused outputs, else the piece's number in the row, from 1, rising over all ranks.
+    piece_positions: index of the output in its piece (0 where unused).
     future_tokens, future_audio_slots: at depth k, tokens and audio_slots of the token k + 1 positions later
         in the same document; -1 where the document has ended.
     future_targets, future_weights: at depth k, targets and weights of that token; 0 where the document has
@@ -65,10 +64,10 @@ class Batch(NamedTuple):
     segment_ids: Int32[Any, "R T"]
     positions: Int32[Any, "R T"]
     audio_slots: Int32[Any, "R T"]
-    mels: Float32[Any, "R A M"]
-    mel_mask: Bool[Any, "R A"]
-    chunk_ids: Int32[Any, "R E"]
-    chunk_positions: Int32[Any, "R E"]
+    features: Float32[Any, "R A W"]
+    frame_mask: Bool[Any, "R A"]
+    piece_ids: Int32[Any, "R E"]
+    piece_positions: Int32[Any, "R E"]
     future_tokens: Int32[Any, "R K T"]
     future_audio_slots: Int32[Any, "R K T"]
     future_targets: Int32[Any, "R K T"]
@@ -79,11 +78,12 @@ class Batch(NamedTuple):
     embeddings: Float[Any, "R T D"] | None = None
     draws: UInt32[Any, "R T"] | None = None
     splits: Int32[Any, "R C"] | None = None
+    recording_ids: Int32[Any, "R E"] | None = None
 
     @property
     def has_audio(self) -> bool:
         """Whether the audio fields are arrays."""
-        return self.mels is not None
+        return self.features is not None
 
     @property
     def is_audio(self) -> Bool[Any, "R T"]:

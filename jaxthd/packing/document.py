@@ -9,8 +9,8 @@ tokens a and 3 tokens b:
 The prompt's last token predicts the first of every answer. So it stands before each answer, and every target
 has a slot of its own.
 
-Legend: n tokens of the document or the segment, N tokens of the document, F mel frames of an encoder chunk, M
-mel bands.
+Legend: n tokens of the document or the segment, N tokens of the document, F frames of a piece of audio, W
+numbers of a frame.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,27 +20,58 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
-SUBSAMPLING = 8
-"""Mel frames per encoder frame: three stride-2 convolutions, each L -> (L - 1) // 2 + 1."""
+from jaxthd.config.front_end import Piece
 
 
-def encoder_frames(mel_frames: int) -> int:
-    """Encoder frames made from `mel_frames` valid mel frames: ceil(mel_frames / 8).
+class AudioPiece(NamedTuple):
+    """A piece of a recording, as a front end makes it (jaxthd/config/front_end.py).
 
-    Equal to applying (L - 1) // 2 + 1 three times: 100 -> 13, 1000 -> 125, 3000 -> 375.
+    features: float32 [F, W]. first, tokens: which of the outputs of these frames are audio tokens, `tokens`
+    of them from the one with number `first` on. begins: whether it is the first piece of its recording.
+    owned: Piece.owned.
     """
-    return -(-mel_frames // SUBSAMPLING)
+
+    features: Float32[np.ndarray, "F W"]
+    first: int
+    tokens: int
+    begins: bool = True
+    owned: int | None = None
+
+    @property
+    def own_frames(self) -> int:
+        """Frames of the recording that no other piece owns."""
+        return len(self.features) if self.owned is None else self.owned
+
+    def owned_features(self, unit: tuple[int, int]) -> Float32[np.ndarray, "F W"]:
+        """The frames that no other piece owns. unit: the front end's (frames, outputs)."""
+        start = self.first * unit[0] // unit[1]
+        return self.features[start : start + self.own_frames]
+
+
+def audio_pieces(pieces: Sequence[Piece], runs: Sequence[Float32[np.ndarray, "_ _"]]) -> list[AudioPiece]:
+    """The pieces of one recording. runs: its features. Both are a front end's. Raises ValueError where they
+    disagree."""
+    found = [
+        AudioPiece(runs[x.run][x.start : x.start + x.frames], x.first, x.tokens, not number, x.owned)
+        for number, x in enumerate(pieces)
+    ]
+    for made, x in zip(found, pieces, strict=True):
+        if len(made.features) != x.frames:
+            raise ValueError(
+                f"the front end's run {x.run} of features has {len(runs[x.run])} frames, and a piece reads "
+                f"{x.frames} from {x.start} on; expected `pieces` and `features` to agree"
+            )
+    return found
 
 
 @dataclass(frozen=True)
 class Document:
-    """Tokens in order, with one token slot per encoder frame for audio.
+    """Tokens in order, with a slot for each audio token.
 
     tokens: int32 [n]; an audio slot holds the tokenizer's audio placeholder id.
     is_audio: bool [n]; True where the embedding comes from the encoder.
     supervised: bool [n]; True where this token is to be predicted (from the position before it).
-    chunks: the audio in order, as encoder chunks: float32 [F, M] log-mel features each. Chunk c fills
-        encoder_frames(F_c) audio slots, so the sum of those equals is_audio.sum().
+    pieces: the audio in order. The sum of their tokens equals is_audio.sum().
     key: names the document in reports and seeds its random draws.
     extras: the objective's own numbers for each token (objectives/objective.py), by name: float32 [n].
     answers: tokens of each of the answers to one prompt, in order. They are the document's last tokens, and
@@ -52,12 +83,12 @@ class Document:
     tokens: Int32[np.ndarray, " n"]
     is_audio: Bool[np.ndarray, " n"]
     supervised: Bool[np.ndarray, " n"]
-    chunks: tuple[Float32[np.ndarray, "_ _"], ...] = ()
+    pieces: tuple[AudioPiece, ...] = ()
     extras: Mapping[str, Float32[np.ndarray, " n"]] = field(default_factory=dict)
     answers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        slots = sum(encoder_frames(len(c)) for c in self.chunks)
+        slots = sum(piece.tokens for piece in self.pieces)
         if not len(self.tokens):
             raise ValueError(f"document {self.key!r} has no token; leave it out")
         if not len(self.tokens) == len(self.is_audio) == len(self.supervised):
@@ -67,8 +98,8 @@ class Document:
             )
         if slots != int(self.is_audio.sum()):
             raise ValueError(
-                f"document {self.key!r}: {int(self.is_audio.sum())} audio token slots but its chunks make "
-                f"{slots} encoder frames; build documents with Document.splice"
+                f"document {self.key!r}: {int(self.is_audio.sum())} audio token slots but its pieces make "
+                f"{slots} audio tokens; build documents with Document.splice"
             )
         if bool((self.supervised & self.is_audio).any()):
             raise ValueError(
@@ -106,16 +137,6 @@ class Document:
         """Tokens before the first of the answers; all tokens of a document that is one sequence."""
         return len(self) - sum(self.answers)
 
-    @property
-    def chunk_frames(self) -> tuple[int, ...]:
-        """Mel frames that each encoder chunk takes in an audio buffer: rounded up to multiples of 8."""
-        return tuple(SUBSAMPLING * encoder_frames(len(chunk)) for chunk in self.chunks)
-
-    @property
-    def mel_frames(self) -> int:
-        """Mel frames that the document takes in an audio buffer."""
-        return sum(self.chunk_frames)
-
     def with_answers(
         self, answers: Sequence[Any], extras: Mapping[str, Sequence[Any]] | None = None
     ) -> "Document":
@@ -131,7 +152,7 @@ class Document:
             tokens=np.concatenate([self.tokens, added]),
             is_audio=np.concatenate([self.is_audio, np.zeros(len(added), bool)]),
             supervised=np.concatenate([np.zeros(len(self), bool), np.ones(len(added), bool)]),
-            chunks=self.chunks,
+            pieces=self.pieces,
             extras={
                 name: np.concatenate([none, *(np.asarray(x, np.float32) for x in of_answers)])
                 for name, of_answers in (extras or {}).items()
@@ -145,13 +166,13 @@ class Document:
         key: str,
         tokens: Sequence[int],
         supervised: Sequence[bool],
-        clips: Sequence[Sequence[Float32[np.ndarray, "_ _"]]],
+        clips: Sequence[Sequence[AudioPiece]],
         placeholder: int,
     ) -> "Document":
         """Replaces each placeholder token by the audio slots of its clip.
 
         tokens, supervised: text with one placeholder per clip, before audio is spliced in.
-        clips: one entry per placeholder, each a sequence of encoder chunks [F, M].
+        clips: one entry per placeholder, the pieces of a recording.
         Raises ValueError when the number of placeholders is not the number of clips, and when tokens and
         supervised are not as many.
         """
@@ -169,14 +190,14 @@ class Document:
                 "give exactly one placeholder per clip"
             )
         slots = np.ones(len(text), int)
-        slots[is_placeholder] = [sum(encoder_frames(len(c)) for c in clip) for clip in clips]
+        slots[is_placeholder] = [sum(piece.tokens for piece in clip) for clip in clips]
         is_audio = np.repeat(is_placeholder, slots)
         return cls(
             key=key,
             tokens=np.repeat(text, slots),
             is_audio=is_audio,
             supervised=np.repeat(np.asarray(supervised, bool), slots) & ~is_audio,
-            chunks=tuple(chunk for clip in clips for chunk in clip),
+            pieces=tuple(piece for clip in clips for piece in clip),
         )
 
 

@@ -1,19 +1,19 @@
-"""Decides whether documents fit a buffer, and where its audio ranks hold their encoder chunks."""
+"""Decides whether documents fit a buffer, and where its audio ranks hold their pieces of audio."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from jaxthd.config import Config
+from jaxthd.config import Config, FrontEnd
 from jaxthd.packing.assignment import Placement, Shares, Size
-from jaxthd.packing.document import SUBSAMPLING, Document, segment_lengths
+from jaxthd.packing.document import AudioPiece, Document, segment_lengths
 
 
 class Fit(NamedTuple):
     """A document's demand of a buffer, and the reason why it can never be packed, if there is one.
 
     slots: token slots, including those that round_to adds. segments: its segments in a buffer.
-    chunk_frames: mel frames that each of its encoder chunks takes, multiples of 8.
+    piece_frames: frames of the audio arrays that each of its pieces takes, in whole units.
     too_large: why it exceeds the buffer on any mesh; "" if it does not.
     unassignable: why it cannot be assigned to the ranks of this mesh; "" if it can.
     work: of its attention, in query-key pairs.
@@ -21,7 +21,7 @@ class Fit(NamedTuple):
 
     slots: int
     segments: int
-    chunk_frames: tuple[int, ...]
+    piece_frames: tuple[int, ...]
     too_large: str
     unassignable: str
     work: int = 0
@@ -34,7 +34,7 @@ class Fit(NamedTuple):
     @property
     def size(self) -> Size:
         """A document's demand of the context ranks."""
-        return Size(self.slots, self.work, self.segments, sum(self.chunk_frames))
+        return Size(self.slots, self.work, self.segments, sum(self.piece_frames))
 
 
 @dataclass(frozen=True)
@@ -44,11 +44,10 @@ class BufferLimits:
     capacity, audio_capacity, max_documents and share_prompts say which documents share a buffer, whatever the
     mesh. Each answer of a document with several counts as a document, and so does a shared prompt. The
     audio arrays are as long as the mesh needs: each rank has an even share of audio_capacity, in whole
-    encoder frames. Encoder chunks are split over the ranks where they must be, so all documents of a buffer
-    fit. longest_chunk: mel frames of the model's longest encoder chunk, the most that can be split; documents
-    with longer ones are refused under every mesh. 0: not known. shares: of the context ranks, where documents
-    stay whole on one of them (the layout "whole"); else None. Documents that ranks cannot hold so divide the
-    buffer.
+    units of the front end, and room for what may not be divided. So all documents of a buffer fit. Documents
+    with longer pieces than the front end's longest are refused under every mesh. shares: of the context
+    ranks, where documents stay whole on one of them (the layout "whole"); else None. Documents that ranks
+    cannot hold so divide the buffer.
     """
 
     capacity: int
@@ -56,7 +55,7 @@ class BufferLimits:
     max_documents: int
     audio_ranks: int = 1
     round_to: int = 1
-    longest_chunk: int = 0
+    front_end: FrontEnd | None = None
     share_prompts: bool = True
     shares: Shares | None = None
 
@@ -70,26 +69,47 @@ class BufferLimits:
             data.max_documents,
             config.mesh.audio_ranks,
             data.round_to,
-            encoder.chunk_frames if encoder else 0,
+            encoder,
             config.posttraining.share_prompts,
             Shares.of(config),
         )
 
     @property
+    def unit(self) -> tuple[int, int]:
+        """(frames, outputs) of a unit of the audio arrays."""
+        return self.front_end.unit if self.front_end else (1, 1)
+
+    @property
     def rank_frames(self) -> int:
-        """Mel frames that one audio rank holds; a multiple of 8."""
-        share = -(-self.audio_capacity // self.audio_ranks)
-        return -(-share // SUBSAMPLING) * SUBSAMPLING
+        """Frames that one audio rank holds; whole units."""
+        frames, front_end, ranks = self.unit[0], self.front_end, self.audio_ranks
+        whole = -(-self.audio_capacity // frames)
+        share = -(-whole // ranks)
+        if front_end is not None and ranks > 1 and front_end.divisible == "pieces":
+            # Pieces go to the emptiest rank, which has no more than the mean.
+            share = min(share + front_end.units(front_end.longest) - 1, whole)
+        elif front_end is not None and front_end.divisible == "recordings":
+            share = whole
+        return share * frames
 
     @property
     def array_frames(self) -> int:
-        """Mel frames that the audio arrays have room for, over all ranks."""
+        """Frames that the audio arrays have room for, over all ranks."""
         return self.rank_frames * self.audio_ranks
 
     @property
-    def _longest(self) -> int:
-        """The longest chunk's mel frames in whole encoder frames; 0: not known."""
-        return -(-self.longest_chunk // SUBSAMPLING) * SUBSAMPLING
+    def array_outputs(self) -> int:
+        """Outputs of these frames."""
+        return self.array_frames // self.unit[0] * self.unit[1]
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of audio that the arrays have room for."""
+        return self.front_end.seconds(self.array_frames) if self.front_end else 0.0
+
+    def piece_frames(self, document: Document) -> tuple[int, ...]:
+        """Frames of the audio arrays that each piece of a document takes."""
+        return tuple(-(-len(piece.features) // self.unit[0]) * self.unit[0] for piece in document.pieces)
 
     def slots(self, document: Document) -> int:
         """Token slots that a document takes: each of its segments is rounded up."""
@@ -111,7 +131,7 @@ class BufferLimits:
 
     def fit(self, document: Document) -> Fit:
         """Judges one document by itself."""
-        slots, segments, frames = self.slots(document), self.segments(document), document.chunk_frames
+        slots, segments, frames = self.slots(document), self.segments(document), self.piece_frames(document)
         too_large = ""
         if slots > self.capacity:
             too_large = f"its {slots} token slots exceed the capacity of {self.capacity}"
@@ -123,11 +143,11 @@ class BufferLimits:
         elif frames and not self.audio_capacity:
             too_large = "it holds a recording, and audio_capacity is 0"
         elif sum(frames) > self.audio_capacity:
-            too_large = f"its {sum(frames)} mel frames exceed the audio_capacity of {self.audio_capacity}"
-        elif 0 < self._longest < max(frames, default=0):
+            too_large = f"its {sum(frames)} audio frames exceed the audio_capacity of {self.audio_capacity}"
+        elif self.front_end is not None and self.front_end.longest_taken < max(frames, default=0):
             too_large = (
-                f"its encoder chunks of {list(frames)} mel frames exceed the model's longest of "
-                f"{self._longest} (encoder.chunk_seconds)"
+                f"its pieces of {list(frames)} audio frames exceed the front end's longest of "
+                f"{self.front_end.longest_taken} ({self.front_end.longest_setting or self.front_end.title})"
             )
         fit = Fit(slots, segments, frames, too_large, "", self.work(document))
         if fit.reject_reason or self.shares is None or self.shares.fits(fit.size):
@@ -159,30 +179,32 @@ class BufferLimits:
         slots = sum(map(self.slots, documents))
         if slots > self.capacity:
             raise ValueError(f"documents take {slots} token slots, the buffer has {self.capacity} (capacity)")
-        frames = sum(document.mel_frames for document in documents)
+        frames = sum(sum(self.piece_frames(document)) for document in documents)
         if frames > self.array_frames:
             raise ValueError(
-                f"documents take {frames} mel frames, the buffer has {self.array_frames} (audio_capacity "
+                f"documents take {frames} audio frames, the buffer has {self.array_frames} (audio_capacity "
                 f"{self.audio_capacity}); raise audio_capacity, or pack fewer documents a row"
             )
 
-    def chunk_starts(self, documents: Sequence[Document]) -> list[list[int]]:
-        """The mel frame of the row at which every encoder chunk of every document begins (place_chunks).
-
-        Raises ValueError for a chunk that is split over ranks and longer than longest_chunk.
-        """
-        frames = [frames for document in documents for frames in document.chunk_frames]
-        starts = place_chunks(frames, self.audio_ranks, self.rank_frames)
+    def piece_starts(self, documents: Sequence[Document]) -> list[list[int]]:
+        """The frame of the row at which every piece of every document begins (place_pieces)."""
+        frames = [frames for document in documents for frames in self.piece_frames(document)]
+        pieces = [piece for document in documents for piece in document.pieces]
+        divisible = self.front_end.divisible if self.front_end else "frames"
+        groups = _recordings(pieces) if divisible == "recordings" else [[i] for i in range(len(frames))]
+        starts = place_pieces(
+            frames, groups, self.audio_ranks, self.rank_frames, is_divisible=divisible == "frames"
+        )
         for start, length in zip(starts, frames, strict=True):
             is_split = length > self.rank_frames - start % self.rank_frames
-            if is_split and 0 < self._longest < length:
+            if is_split and self.front_end is not None and self.front_end.longest_taken < length:
                 raise ValueError(
-                    f"an encoder chunk of {length} mel frames is split over {self.audio_ranks} audio ranks "
-                    f"of {self.rank_frames} each; expected at most {self._longest}, the model's longest "
-                    "(longest_chunk): divide the recording"
+                    f"a piece of {length} audio frames is split over {self.audio_ranks} audio ranks of "
+                    f"{self.rank_frames} each; expected at most {self.front_end.longest_taken}, the longest "
+                    f"of {self.front_end.title}: divide the recording"
                 )
         following = iter(starts)
-        return [[next(following) for _ in document.chunks] for document in documents]
+        return [[next(following) for _ in document.pieces] for document in documents]
 
     def place(self, documents: Sequence[Document]) -> Placement:
         """Places a row's documents on the context ranks, under the layout "whole".
@@ -202,29 +224,53 @@ class BufferLimits:
         return placed
 
 
-def place_chunks(frames: Sequence[int], ranks: int, rank_frames: int) -> list[int]:
-    """The mel frame, of those of all audio ranks, at which each encoder chunk begins.
+def _recordings(pieces: Sequence[AudioPiece]) -> list[list[int]]:
+    """The numbers of the pieces of each recording."""
+    groups: list[list[int]] = []
+    for i, piece in enumerate(pieces):
+        groups += [[]] if piece.begins else []
+        groups[-1].append(i)
+    return groups
 
-    frames: mel frames of each chunk, multiples of 8; all ranks together hold them. rank_frames: mel frames
-    that a rank holds, a multiple of 8. Rank r holds the frames from r * rank_frames on.
-    No chunk is split over ranks if assign_chunks finds such an assignment. Otherwise they lie one after the
-    other, and each boundary between two ranks splits at most one.
+
+def place_pieces(
+    frames: Sequence[int],
+    groups: Sequence[Sequence[int]],
+    ranks: int,
+    rank_frames: int,
+    *,
+    is_divisible: bool = True,
+) -> list[int]:
+    """The frame, of those of all audio ranks, at which each piece begins.
+
+    frames: of each piece, in whole units; all ranks together hold them. groups: numbers of pieces that lie
+    one after the other on one rank. rank_frames: frames that a rank holds, in whole units. Rank r holds the
+    frames from r * rank_frames on.
+    No group is divided over ranks if assign_pieces finds such an assignment. Otherwise pieces lie one after
+    the other, and each boundary between two ranks divides at most one. Raises ValueError where they may not
+    be divided.
     """
-    whole = assign_chunks(frames, ranks, rank_frames)
-    free = [rank * rank_frames for rank in range(ranks)]
-    starts = []
-    for i, length in enumerate(frames):
-        rank = 0 if whole is None else whole[i]
-        starts.append(free[rank])
-        free[rank] += length
+    sizes = [sum(frames[i] for i in group) for group in groups]
+    whole = assign_pieces(sizes, ranks, rank_frames)
+    if whole is None and not is_divisible:
+        raise ValueError(
+            f"pieces of {sizes} audio frames were not placed on {ranks} audio ranks of {rank_frames}; "
+            "expected that they fit: raise audio_capacity, or pack fewer documents a row"
+        )
+    free, starts = [rank * rank_frames for rank in range(ranks)], [0] * len(frames)
+    for number, group in enumerate(groups):
+        rank = 0 if whole is None else whole[number]
+        for i in group:
+            starts[i] = free[rank]
+            free[rank] += frames[i]
     return starts
 
 
-def assign_chunks(frames: Sequence[int], ranks: int, capacity_per_rank: int) -> list[int] | None:
-    """Assigns whole encoder chunks to ranks, evenly by mel frames. Returns each chunk's rank, or None.
+def assign_pieces(frames: Sequence[int], ranks: int, capacity_per_rank: int) -> list[int] | None:
+    """Assigns whole pieces to ranks, evenly by frames. Returns each piece's rank, or None.
 
-    frames: mel frames of each chunk, multiples of 8. capacity_per_rank: mel frames a rank holds.
-    The longest chunk goes first, to the least loaded rank. If that overflows, the longest goes first to the
+    frames: of each piece, in whole units. capacity_per_rank: frames that a rank holds.
+    The longest piece goes first, to the least loaded rank. If that overflows, the longest goes first to the
     fullest rank that has room for it.
     Whether it succeeds does not depend on the order of `frames`.
     """

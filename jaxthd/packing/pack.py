@@ -1,7 +1,7 @@
 """Packs documents into one row of a Batch, laid out over the context ranks and the audio ranks.
 
-Legend: T token slots, A mel frame slots (BufferLimits.array_frames), E = A / 8, M mel bands, R = 1 row, K
-depths of multi-token prediction.
+Legend: T token slots, A slots of audio frames (BufferLimits.array_frames), E of their outputs, W numbers of a
+frame, R = 1 row, K depths of multi-token prediction.
 """
 
 from collections.abc import Sequence
@@ -10,12 +10,13 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Int, Int32, Shaped
+from jaxtyping import Bool, Float32, Float64, Int, Int32, Shaped
 
+from jaxthd.config import FrontEnd
 from jaxthd.errors import UserError
 from jaxthd.packing.assignment import Placement, Shares
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
-from jaxthd.packing.document import SUBSAMPLING, Document, document_segments, encoder_frames
+from jaxthd.packing.document import Document, document_segments
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout, LayoutKind, attention_work, imbalance, order_documents
 
@@ -26,7 +27,8 @@ class PackReport:
 
     keys: the documents' keys, in buffer order: keys[d - 1] names document d (Batch.documents).
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.
-    audio_seconds: valid mel frames / 100. imbalance: attention work of the busiest context rank / mean.
+    audio_seconds: of the frames of its audio tokens. imbalance: attention work of the busiest context rank /
+    mean.
     segments: number of segments; without answers, that of the documents.
     """
 
@@ -79,10 +81,11 @@ class _Audio(NamedTuple):
     """A row's audio arrays, named as in Batch; audio_slots in document order."""
 
     audio_slots: Int32[np.ndarray, " T"]
-    mels: Float32[np.ndarray, "A M"]
-    mel_mask: Bool[np.ndarray, " A"]
-    chunk_ids: Int32[np.ndarray, " E"]
-    chunk_positions: Int32[np.ndarray, " E"]
+    features: Float32[np.ndarray, "A W"]
+    frame_mask: Bool[np.ndarray, " A"]
+    piece_ids: Int32[np.ndarray, " E"]
+    piece_positions: Int32[np.ndarray, " E"]
+    recording_ids: Int32[np.ndarray, " E"] | None
 
 
 def pack_row(
@@ -90,12 +93,11 @@ def pack_row(
     *,
     capacity: int,
     audio_capacity: int,
-    num_mels: int,
     max_documents: int,
+    front_end: FrontEnd | None = None,
     context: int = 1,
     audio_ranks: int = 1,
     round_to: int = 1,
-    longest_chunk: int = 0,
     order_seed: int | None = 0,
     layout: LayoutKind = "buffer",
     depths: int = 0,
@@ -107,10 +109,9 @@ def pack_row(
 ) -> tuple[Batch, PackReport]:
     """Packs documents into one buffer (Batch with R = 1). Without documents the row is all padding.
 
-    capacity: token slots T, a multiple of 2 * context. audio_capacity: the most mel frames of the documents.
-        `audio_ranks` ranks share them evenly. 0: the Batch's audio fields are None.
-    longest_chunk: mel frames of the model's longest encoder chunk; no longer one may be split over ranks. 0:
-        not known.
+    capacity: token slots T, a multiple of 2 * context. audio_capacity: the most audio frames of the
+        documents, which `audio_ranks` ranks share. 0: the Batch's audio fields are None.
+    front_end: of the documents' audio; None where they have none.
     round_to: each document's slots are rounded up to a multiple of this, with padding slots behind it.
     order_seed: seeds the search for the order that balances attention (order_documents); None keeps the
         given order.
@@ -128,11 +129,16 @@ def pack_row(
     document with several answers without `answers`.
     """
     limits = BufferLimits(
-        capacity, audio_capacity, max_documents, audio_ranks, round_to, longest_chunk, share_prompts, shares
+        capacity, audio_capacity, max_documents, audio_ranks, round_to, front_end, share_prompts, shares
     )
     if not answers:
         _require_single(documents)
     limits.require_room(documents)
+    if front_end is None and any(document.pieces for document in documents):
+        raise ValueError(
+            "the documents have audio, and there is no front end; expected the one that made it: give "
+            "front_end"
+        )
     starts = splits = None
     if shares is not None:
         placement = placement or limits.place(documents)
@@ -143,7 +149,7 @@ def pack_row(
         documents = [documents[d] for d in order]
     placed = _place(documents, limits, starts)
     row = _write_tokens(documents, placed, capacity)
-    audio = _write_audio(documents, placed, limits, num_mels) if audio_capacity else None
+    audio = _write_audio(documents, placed, limits) if audio_capacity and front_end else None
     perm = ContextLayout(layout, context, round_to).permutation(row.segment_ids, splits)
     batch = _as_batch(row, audio, perm, depths)._replace(
         extras=_write_extras(documents, placed, capacity, extras, perm),
@@ -152,17 +158,19 @@ def pack_row(
         splits=None if splits is None else splits[None],
     )
     work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
-    return batch, _report(documents, row, audio, work)
+    owned = sum(piece.own_frames for document in documents for piece in document.pieces)
+    seconds = front_end.seconds(owned) if front_end else 0.0
+    return batch, _report(documents, row, seconds, work)
 
 
 def _report(
-    documents: Sequence[Document], row: TokenArrays, audio: _Audio | None, work: Int[np.ndarray, " context"]
+    documents: Sequence[Document], row: TokenArrays, seconds: float, work: Int[np.ndarray, " context"]
 ) -> PackReport:
     return PackReport(
         keys=tuple(d.key for d in documents),
         real_tokens=int((row.segment_ids > 0).sum()),
         supervised_tokens=int(row.weights.sum()),
-        audio_seconds=int(audio.mel_mask.sum()) / 100 if audio else 0.0,
+        audio_seconds=seconds,
         imbalance=imbalance(work),
         segments=int(row.segment_ids.max(initial=0)),
     )
@@ -251,39 +259,63 @@ def _write_tokens(documents: Sequence[Document], placed: Sequence[_Placed], capa
     return row
 
 
-def _write_audio(
-    documents: Sequence[Document], placed: Sequence[_Placed], limits: BufferLimits, num_mels: int
-) -> _Audio:
-    """Writes every encoder chunk, once, where limits.chunk_starts says.
+def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limits: BufferLimits) -> _Audio:
+    """Writes every piece of audio, once, where limits.piece_starts says.
 
-    Raises ValueError for a chunk with another number of mel bands.
+    Raises ValueError for a piece with another number of columns than the front end's frames have.
     """
-    frames = limits.array_frames
+    front_end = limits.front_end
+    assert front_end is not None
+    frames, (per_unit, outputs), width = limits.array_frames, limits.unit, front_end.width
     audio_slots = np.full(limits.capacity, -1, np.int32)
-    mels, mel_mask = np.zeros((frames, num_mels), np.float32), np.zeros(frames, bool)
-    chunk_ids, chunk_positions = np.zeros((2, frames // SUBSAMPLING), np.int32)
-    starts = limits.chunk_starts(documents)
-    chunks = [chunk for document in documents for chunk in document.chunks]
-    rising = sorted(first for first, chunk in zip(chain(*starts), chunks, strict=True) if len(chunk))
+    features, frame_mask = np.zeros((frames, width), np.float32), np.zeros(frames, bool)
+    piece_ids, piece_positions, recording_ids = np.zeros((3, limits.array_outputs), np.int32)
+    starts = limits.piece_starts(documents)
+    pieces = [piece for document in documents for piece in document.pieces]
+    begun = zip(chain(*starts), pieces, strict=True)
+    rising = sorted(first for first, piece in begun if len(piece.features))
     number = {first: i for i, first in enumerate(rising, 1)}
     slots_of_tokens = [np.full(len(document), -1, np.int32) for document in documents]
+    recording = 0
     for document, of_tokens, starts_of_document in zip(documents, slots_of_tokens, starts, strict=True):
         slots = [np.empty(0, np.int32)]
-        for chunk, first in zip(document.chunks, starts_of_document, strict=True):
-            if chunk.shape[1] != num_mels:
+        for piece, first in zip(document.pieces, starts_of_document, strict=True):
+            x, recording = piece.features, recording + piece.begins
+            if x.shape[1] != width:
                 raise ValueError(
-                    f"document {document.key!r} has {chunk.shape[1]} mel bands, expected {num_mels}"
+                    f"document {document.key!r} has audio frames of {x.shape[1]} numbers, expected {width}, "
+                    f"as {front_end.title} has"
                 )
-            count = encoder_frames(len(chunk))
-            mels[first : first + len(chunk)] = chunk
-            mel_mask[first : first + len(chunk)] = True
-            at = first // SUBSAMPLING + np.arange(count, dtype=np.int32)
-            chunk_ids[at], chunk_positions[at] = number.get(first, 0), np.arange(count)
-            slots.append(at)
+            features[first : first + len(x)] = x
+            frame_mask[first : first + len(x)] = True
+            count = -(-len(x) // per_unit) * outputs
+            at = first // per_unit * outputs + np.arange(count, dtype=np.int32)
+            piece_ids[at], piece_positions[at] = number.get(first, 0), np.arange(count)
+            recording_ids[at] = recording
+            slots.append(at[piece.first : piece.first + piece.tokens])
         of_tokens[document.is_audio] = np.concatenate(slots)
     for segment in placed:
         audio_slots[segment.start : segment.end] = slots_of_tokens[segment.document - 1][segment.indices]
-    return _Audio(audio_slots, mels, mel_mask, chunk_ids, chunk_positions)
+    in_order = recording_ids if front_end.divisible == "recordings" else None
+    return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, in_order)
+
+
+def audio_seconds(batch: Batch, row: int, front_end: FrontEnd) -> Float64[np.ndarray, " segments"]:
+    """Seconds of audio of each segment in a row of a host batch, by the valid frames of its audio tokens."""
+    ids, (frames_E, _) = batch.segment_ids[row], _frames_of_outputs(batch, row, front_end)
+    is_audio, count = batch.audio_slots[row] >= 0, ids.max(initial=0) + 1
+    of_segments = np.bincount(ids[is_audio], frames_E[batch.audio_slots[row][is_audio]], minlength=count)
+    return np.array([front_end.seconds(frames) for frames in of_segments[1:]])
+
+
+def _frames_of_outputs(
+    batch: Batch, row: int, front_end: FrontEnd
+) -> tuple[Float64[np.ndarray, " E"], Float64[np.ndarray, " tokens"]]:
+    """Valid frames of each output of a row, and those of the outputs that are audio tokens."""
+    frames, outputs = front_end.unit
+    frames_E = np.repeat(batch.frame_mask[row].reshape(-1, frames).sum(-1) / outputs, outputs)
+    slots = batch.audio_slots[row]
+    return frames_E, frames_E[np.unique(slots[slots >= 0])]
 
 
 def laid_out(row: TokenArrays, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:

@@ -188,10 +188,10 @@ def batch_specs() -> Batch:
         segment_ids=tokens,
         positions=tokens,
         audio_slots=tokens,
-        mels=audio,
-        mel_mask=audio,
-        chunk_ids=audio,
-        chunk_positions=audio,
+        features=audio,
+        frame_mask=audio,
+        piece_ids=audio,
+        piece_positions=audio,
         future_tokens=future,
         future_audio_slots=future,
         future_targets=future,
@@ -202,6 +202,7 @@ def batch_specs() -> Batch:
         embeddings=tokens,
         draws=tokens,
         splits=PartitionSpec(DATA),
+        recording_ids=audio,
     )
 
 

@@ -355,12 +355,7 @@ def stack(make: Callable[[Init], M], init: Init, repeats: int, *, axes: tuple[st
 
 
 def scan_stack(
-    module: M,
-    body: Callable[..., tuple[Carry, Any]],
-    carry: Carry,
-    *,
-    remat: Remat,
-    unroll: bool = False,
+    module: M, body: Callable[..., tuple[Carry, Any]], carry: Carry, *, remat: Remat, unroll: bool = False
 ) -> tuple[Carry, Any]:
     """Applies `body(layer, carry)` for every layer of a stack, first to last. The carry's first array has the
     compute dtype.

@@ -21,23 +21,27 @@ from jaxtyping import Int
 from jaxthd.config import MeshConfig
 from jaxthd.parallel.mesh import PIPELINE
 
+_LAYERS = (("decoder", "layers"), ("", "layers"))
+"""Names before those of the decoder's stacks, in trees of the model and of the decoder alone."""
+
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Stages:
-    """The patterns of all stages, in order. Stage s is pipeline chunk s // ranks of rank s % ranks."""
+    """The patterns of all stages, in order. Stage s is pipeline chunk s // ranks of rank s % ranks.
+
+    stacks: (letter, name of the stack of its layers in the tree of modules), of each letter.
+    """
 
     patterns: tuple[str, ...]
     ranks: int
+    stacks: tuple[tuple[str, str], ...]
 
     @classmethod
-    def single(cls, letters: str) -> "Stages":
-        """One stage of all layers, on one rank."""
-        return cls((letters,), 1)
-
-    @classmethod
-    def of(cls, pattern: str, mesh: MeshConfig, cost: Callable[[str], float]) -> "Stages":
+    def of(
+        cls, pattern: str, mesh: MeshConfig, cost: Callable[[str], float], stacks: tuple[tuple[str, str], ...]
+    ) -> "Stages":
         """Divides a pattern into stages at its marks (|); without marks, by the layers' cost.
 
         cost: the cost of a layer with a given letter, in any unit.
@@ -46,7 +50,7 @@ class Stages:
         """
         count, letters = mesh.pipeline * mesh.stages_per_rank, pattern.replace("|", "")
         if count == 1:
-            return cls.single(letters)
+            return cls((letters,), 1, stacks)
         marked = tuple(pattern.split("|"))
         if len(marked) > 1:
             if len(marked) != count or not all(marked):
@@ -54,15 +58,29 @@ class Stages:
                     f"model.llm.pattern is divided into {len(marked)} stages, mesh.pipeline {mesh.pipeline} "
                     f"and mesh.stages_per_rank {mesh.stages_per_rank} make {count}"
                 )
-            return cls(marked, mesh.pipeline)
+            return cls(marked, mesh.pipeline, stacks)
         if len(letters) < count:
             raise ValueError(f"{len(letters)} layers cannot be divided into {count} stages")
-        return cls(divide(letters, [cost(letter) for letter in letters], count), mesh.pipeline)
+        return cls(divide(letters, [cost(letter) for letter in letters], count), mesh.pipeline, stacks)
 
     @property
     def letters(self) -> str:
         """The letters of all layers, in order."""
         return "".join(self.patterns)
+
+    @property
+    def used_stacks(self) -> list[tuple[str, str]]:
+        """(letter, name) of the stacks that these stages have layers of, by letter."""
+        return [(letter, name) for letter, name in self.stacks if letter in self.letters]
+
+    def letter_of(self, path: tuple[Any, ...]) -> str | None:
+        """The letter of the stack of layers that an array belongs to; None for one of no stack that a
+        pipeline divides. path: jax's, in a tree with the names of the module tree.
+        """
+        names = [str(getattr(key, "key", "")) for key in path]
+        # Not the layers of an encoder, nor those of multi-token prediction, which all ranks hold whole.
+        stacks = [x for pair, x in zip(pairwise(["", *names]), names[1:], strict=False) if pair in _LAYERS]
+        return next((letter for letter, name in self.stacks if name in stacks), None)
 
     @property
     def chunks(self) -> int:

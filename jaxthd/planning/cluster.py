@@ -122,7 +122,7 @@ def cluster_cost(config: Config, cluster: Cluster, step: Measured) -> ClusterCos
     machines = max(mesh.devices / cluster.gpus, 1)
     saving = checkpoint / machines / cluster.storage
     # Every process reads the rows of its own data ranks, whatever other processes read.
-    audio = data.rows / mesh.data * data.audio_capacity / 100 if config.model.encoder else 0.0
+    audio = data.rows / mesh.data * _seconds_of_buffer(config)
     loading = audio / (max(data.workers, 1) * cluster.audio_rate)
     tokens = data.rows * data.capacity
     limits = [
@@ -153,11 +153,17 @@ MOST_TOKENS = 32 * 2**20
 """Tokens of the largest steps that large runs report."""
 
 
+def _seconds_of_buffer(config: Config) -> float:
+    """Seconds of audio that fill a buffer."""
+    front_end = config.model.encoder
+    return front_end.seconds(config.data.audio_capacity) if front_end else 0.0
+
+
 def step_flops(config: Config) -> float:
-    """Of a step whose buffers are full: a fifth of the slots supervised, all mel frames used; products with
+    """Of a step whose buffers are full: a fifth of the slots supervised, all audio frames used; products with
     weights, with the forward pass that recomputation adds. Attention's scores are left out."""
     data, rows = config.data, config.data.rows
-    seconds = data.audio_capacity / 100 if config.model.encoder else 0.0
+    seconds = _seconds_of_buffer(config)
     row = RowReport(0, 0, data.capacity, data.capacity // 5, data.capacity, seconds, 1.0, 0)
     flops = model_flops(config)(BatchReport((row,) * rows, ((),) * rows))
     return flops * (4 / 3 if config.compute.remat in ("auto", "layers", "full") else 1)
@@ -205,7 +211,7 @@ def describe_cluster(config: Config, cluster: Cluster, step: Measured) -> str:
             aligned(times, left=(0,)),
             f"Bubble {cost.bubble:.1%}; imbalance of the whole step over {mesh.context} context ranks "
             f"{cost.imbalance:.3f}, on text-like lengths up to {config.data.capacity:,} tokens; audio arrays "
-            f"of {frames:,} mel frames for data.audio_capacity {config.data.audio_capacity:,}.",
+            f"of {frames:,} audio frames for data.audio_capacity {config.data.audio_capacity:,}.",
             aligned(fails, left=(0, 2)),
         ]
     )

@@ -17,7 +17,6 @@ from jaxthd.kernels.choose import using
 from jaxthd.models.stacks import to_stages
 from jaxthd.objectives.answers import compares_answers
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import batch_specs, make_mesh
@@ -76,8 +75,12 @@ def abstract_inputs(config: Config) -> tuple[Blueprint, Mesh, TrainState, Batch]
 def abstract_batch(config: Config) -> Batch:
     """A step's batch, with ShapeDtypeStructs for arrays."""
     data, encoder = config.data, config.model.encoder
-    audio_frames = BufferLimits.of(config).array_frames
-    tokens, frames = (data.rows, data.capacity), (data.rows, audio_frames // SUBSAMPLING)
+    limits = BufferLimits.of(config)
+    audio_frames, tokens, outputs = (
+        limits.array_frames,
+        (data.rows, data.capacity),
+        (data.rows, limits.array_outputs),
+    )
     future = (data.rows, config.depths_trained, data.capacity)
 
     def ints(shape: tuple[int, ...]) -> Any:
@@ -86,13 +89,14 @@ def abstract_batch(config: Config) -> Batch:
 
     audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
     if encoder is not None and audio_frames:
-        mels = (data.rows, audio_frames)
+        frames = (data.rows, audio_frames)
         audio = {
             "audio_slots": ints(tokens),
-            "mels": jax.ShapeDtypeStruct((*mels, encoder.num_mels), jnp.float32),
-            "mel_mask": jax.ShapeDtypeStruct(mels, jnp.bool_),
-            "chunk_ids": ints(frames),
-            "chunk_positions": ints(frames),
+            "features": jax.ShapeDtypeStruct((*frames, encoder.width), jnp.float32),
+            "frame_mask": jax.ShapeDtypeStruct(frames, jnp.bool_),
+            "piece_ids": ints(outputs),
+            "piece_positions": ints(outputs),
+            "recording_ids": ints(outputs) if encoder.divisible == "recordings" else None,
             "future_audio_slots": ints(future),
         }
     objective = objective_of(config)

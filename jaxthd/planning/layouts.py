@@ -17,8 +17,9 @@ import numpy as np
 from jaxtyping import Float
 
 from jaxthd.config import Config
+from jaxthd.config.block import Block
 from jaxthd.ops.scan.state_passing import GATHER_UP_TO
-from jaxthd.packing.assignment import LAYER_KINDS_OF_WHOLE, Shares
+from jaxthd.packing.assignment import Shares
 from jaxthd.packing.layout import LayoutKind
 from jaxthd.packing.split_documents import split_widths
 from jaxthd.planning.lengths import Lengths, slots_of
@@ -29,7 +30,7 @@ from jaxthd.validate.rules import found_by
 MULTIPLY_ADDS_PER_BYTE = 500
 """Multiply-adds in the time to receive a byte: an H100 at half its bfloat16 peak, NVLink at 450 GB/s."""
 LAYOUT_COSTS = (
-    "layout|padding|attention, busiest / mean|step|Mamba2 bytes|attention bytes"
+    "layout|padding|attention, busiest / mean|step|state bytes|attention bytes"
     "|slots|attention|exchange|together"
 )
 
@@ -41,8 +42,9 @@ class LayoutCost(NamedTuple):
     """The costs of a step under the layout of `config`.
 
     padding: share of token slots. imbalance: attention work of the busiest context rank over the mean,
-    averaged over buffers. skipped: share of documents that fit no buffer. mamba_bytes, attention_bytes: bytes
-    that a rank receives in a step in one layer of Mamba2, and in one of attention.
+    averaged over buffers. skipped: share of documents that fit no buffer. state_bytes, attention_bytes: bytes
+    that a rank receives in a step in one layer that passes states, and in one of attention: of the kinds of
+    blocks, the one with the most.
     The other fields are costs of the forward pass on the busiest rank, in multiply-adds for each of its real
     tokens. slots: the decoder's matrices, on padding too. attention: scores and weighted values. exchange:
     the bytes of all these layers, at MULTIPLY_ADDS_PER_BYTE each.
@@ -52,7 +54,7 @@ class LayoutCost(NamedTuple):
     padding: float
     imbalance: float
     skipped: float
-    mamba_bytes: float
+    state_bytes: float
     attention_bytes: float
     slots: float
     attention: float
@@ -83,7 +85,7 @@ class LayoutCost(NamedTuple):
             f"{self.padding:.1%}",
             f"{self.imbalance:.2f}",
             f"{self.step_imbalance:.3f}",
-            f"{self.mamba_bytes:,.0f}",
+            f"{self.state_bytes:,.0f}",
             f"{self.attention_bytes:,.0f}",
             *(f"{x / 1e6:,.3f}" for x in terms),
         ]
@@ -104,14 +106,8 @@ def compare_layouts(stream: Lengths, config: Config, work: tuple[float, float]) 
 
 def possible_layouts(config: Config) -> list[LayoutKind]:
     """ "buffer", and the other layouts that jaxthd.validate lets this model have on this mesh."""
-    is_made_for = set(config.model.llm.kinds) <= set(LAYER_KINDS_OF_WHOLE)
     known = _errors(laid_out(config, "buffer"))
-    return [
-        layout
-        for layout in LAYOUTS
-        if layout == "buffer"
-        or ((layout != "whole" or is_made_for) and _errors(laid_out(config, layout)) <= known)
-    ]
+    return [layout for layout in LAYOUTS if layout == "buffer" or _errors(laid_out(config, layout)) <= known]
 
 
 def _errors(config: Config) -> set[Finding]:
@@ -137,26 +133,29 @@ def _layout_cost(stream: Lengths, outcome: Outcome, work: tuple[float, float]) -
     imbalance = balance(stream, outcome)[1]
     tokens = stream.tokens[list(chain(*outcome.buffers))].astype(float)
     keys_seen = _keys_seen(tokens, np.inf)
-    letters = llm.letters + llm.mtp_pattern * config.depths_trained
-    received = _mean_passed_bytes("M", outcome)
-    exchanged = letters.count("M") * received + letters.count("D") * _mean_passed_bytes("D", outcome)
-    keys_and_values = _mean_attention_bytes(stream, outcome)
-    exchanged += sum(map(letters.count, "*LW")) * keys_and_values
+    letters = Counter(llm.letters + llm.mtp_pattern * config.depths_trained)
     real_tokens = data.rows / mesh.data * data.capacity / mesh.context * (1 - outcome.padding)
-    # Keys in a window are counted without the imbalance of what lies outside it.
-    latent, in_all = llm.latent_attention, keys_seen * imbalance
-    in_windows = letters.count("W") * _keys_seen(tokens, llm.window)
-    dims = (letters.count("*") * in_all + in_windows) * 2 * llm.head_dim
-    dims += letters.count("L") * in_all * (latent.qk_head_dim + latent.v_head_dim)
+    received = exchanged = attention = keys_and_values = 0.0
+    for letter, layers in letters.items():
+        block = llm.blocks[letter]
+        if block.passed(mesh.tensor, 4):
+            passed = _mean_passed_bytes(block, outcome)
+            received, exchanged = max(received, passed), exchanged + layers * passed
+        if sizes := block.attention(mesh.tensor):
+            of_keys = _mean_attention_bytes(block, stream, outcome)
+            keys_and_values, exchanged = max(keys_and_values, of_keys), exchanged + layers * of_keys
+            # Keys in a window are counted without the imbalance of what lies outside it.
+            keys = _keys_seen(tokens, sizes.window) if sizes.window else keys_seen * imbalance
+            attention += layers * keys * sizes.heads * (sizes.key_dim + sizes.value_dim)
     return LayoutCost(
         config,
         padding=outcome.padding,
         imbalance=imbalance,
         skipped=outcome.skipped,
-        mamba_bytes=received,
+        state_bytes=received,
         attention_bytes=keys_and_values,
         slots=work[0] / mesh.tensor / (1 - outcome.padding),
-        attention=dims * llm.q_heads / mesh.tensor,
+        attention=attention,
         exchange=exchanged / 2 / real_tokens * MULTIPLY_ADDS_PER_BYTE,
     )
 
@@ -167,25 +166,25 @@ def _keys_seen(tokens: Float[np.ndarray, " documents"], window: int | float) -> 
     return float((within * (within + 1) / 2 + (tokens - within) * within).sum() / tokens.sum())
 
 
-def _mean_passed_bytes(letter: str, outcome: Outcome) -> float:
+def _mean_passed_bytes(block: Block, outcome: Outcome) -> float:
     """passed_bytes; under the layout "whole", the mean over the buffers."""
     if not outcome.placements:
-        return passed_bytes(outcome.config, letter)
+        return passed_bytes(outcome.config, block)
     splits = Counter(len(placement.split) for placement in outcome.placements)
-    each = [passed_bytes(outcome.config, letter, number) * count for number, count in splits.items()]
+    each = [passed_bytes(outcome.config, block, number) * count for number, count in splits.items()]
     return sum(each) / len(outcome.placements)
 
 
-def _mean_attention_bytes(stream: Lengths, outcome: Outcome) -> float:
+def _mean_attention_bytes(block: Block, stream: Lengths, outcome: Outcome) -> float:
     """attention_bytes; under the layout "whole", the mean over the buffers."""
     config, shares = outcome.config, Shares.of(outcome.config)
     if shares is None or not outcome.placements:
-        return attention_bytes(config, config.data.capacity // config.mesh.context)
+        return attention_bytes(config, block, config.data.capacity // config.mesh.context)
     slots, widths = slots_of(stream, config), [0, *split_widths(shares.share)]
     found = 0.0
     for buffer, placement in zip(outcome.buffers, outcome.placements, strict=True):
         taken = sum(2 * shares.chunk(int(slots[document])) for document in buffer[: len(placement.split)])
-        found += attention_bytes(config, next(width for width in widths if taken <= width))
+        found += attention_bytes(config, block, next(width for width in widths if taken <= width))
     return found / len(outcome.buffers)
 
 
@@ -194,19 +193,17 @@ def gathers_keys(config: Config) -> bool:
     return config.compute.context_exchange == "all_gather" or config.mesh.pipeline > 1
 
 
-def attention_bytes(config: Config, slots: int) -> float:
+def attention_bytes(config: Config, block: Block, slots: int) -> float:
     """Bytes that a rank receives in one layer of attention in a step, forward and backward, for all its rows.
 
     slots: of each rank's row whose keys and values are exchanged. With a ring these go around twice, and
     their gradients once and home. The forward pass that compute.remat repeats is not counted.
     """
-    mesh, llm, rows = config.mesh, config.model.llm, config.data.rows / config.mesh.data
-    numbers = 2 * max(llm.kv_heads // mesh.tensor, 1) * llm.head_dim
-    if "L" in llm.letters:
-        latent = llm.latent_attention
-        numbers = llm.q_heads // mesh.tensor * (latent.qk_head_dim + latent.v_head_dim)
-        if gathers_keys(config) and config.compute.layout != "whole":
-            numbers = latent.kept
+    mesh, rows, sizes = config.mesh, config.data.rows / config.mesh.data, block.attention(config.mesh.tensor)
+    assert sizes is not None
+    numbers = sizes.kv_heads * (sizes.key_dim + sizes.value_dim)
+    if gathers_keys(config) and config.compute.layout != "whole":
+        numbers = sizes.gathered
     activation = jnp.dtype(config.compute.dtype).itemsize
     wide, others = max(activation, 4), mesh.context - 1
     if gathers_keys(config):
@@ -215,11 +212,10 @@ def attention_bytes(config: Config, slots: int) -> float:
     return rows * slots * numbers * (others * (2 * activation + wide) + home)
 
 
-def passed_bytes(config: Config, letter: str, split: int | None = None) -> float:
+def passed_bytes(config: Config, block: Block, split: int | None = None) -> float:
     """Bytes that a rank receives in one layer that passes states, in a step, forward and backward, for all
     its rows. The forward pass that compute.remat repeats is not counted.
 
-    letter: "M" for Mamba2, "D" for the gated delta rule, whose map of a context chunk has a matrix a head.
     split: split documents of each row, under the layout "whole"; None: as many as there may be.
 
     Under the layout "buffer" a rank has two context chunks, each with a state and decay. They are gathered
@@ -229,28 +225,14 @@ def passed_bytes(config: Config, letter: str, split: int | None = None) -> float
     the other direction.
     """
     mesh, rows, most = config.mesh, config.data.rows / config.mesh.data, config.compute.context_splits
-    state, halo = _passed_sizes(config, letter)
+    sizes = block.passed(mesh.tensor, jnp.dtype(config.compute.dtype).itemsize)
+    assert sizes is not None
+    state, halo = sizes
     if config.compute.layout == "buffer":
         halos = min(mesh.context - 1, 2) * halo
         return rows * 2 * (_maps_received(mesh.context) * state + halos)
     split = most if split is None else split
     return rows * 2 * 2 * (mesh.context - 1) * (split * state + most * halo) if split else 0.0
-
-
-def _passed_sizes(config: Config, letter: str) -> tuple[int, int]:
-    """Bytes of a rank's (map of a context chunk, halo of its convolution) in a layer that passes states."""
-    tensor, llm = config.mesh.tensor, config.model.llm
-    activation = jnp.dtype(config.compute.dtype).itemsize
-    if letter == "M":
-        heads, groups = llm.mamba_heads // tensor, max(llm.mamba_groups // tensor, 1)
-        inner = heads * llm.mamba_head_dim
-        channels = inner + 2 * groups * llm.mamba_state
-        return (heads + inner * llm.mamba_state) * 4, (llm.mamba_conv - 1) * channels * activation
-    delta = llm.delta
-    heads, groups = delta.value_heads // tensor, max(delta.key_heads // tensor, 1)
-    state = heads * delta.key_dim * (delta.key_dim + delta.value_dim) * max(activation, 4)
-    channels = heads * delta.value_dim + 2 * groups * delta.key_dim
-    return state, (delta.conv - 1) * channels * activation
 
 
 def _maps_received(context: int) -> int:
@@ -271,8 +253,8 @@ def layout_recommendation(costs: Sequence[LayoutCost]) -> str:
     reasons = {
         "slots": f"padding of {best.padding:.1%} against {other.padding:.1%}",
         "attention": f"attention work of {best.imbalance:.2f} of the mean, against {other.imbalance:.2f}",
-        "exchange": f"{best.mamba_bytes:,.0f} bytes in a Mamba2 layer and {best.attention_bytes:,.0f} in one "
-        f"of attention, against {other.mamba_bytes:,.0f} and {other.attention_bytes:,.0f}",
+        "exchange": f"{best.state_bytes:,.0f} bytes of states in a layer and {best.attention_bytes:,.0f} in "
+        f"one of attention, against {other.state_bytes:,.0f} and {other.attention_bytes:,.0f}",
     }
     decides = max(reasons, key=lambda term: getattr(other, term) - getattr(best, term))
     return (

@@ -10,9 +10,9 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxthd.config import AugmentConfig, Config, DataConfig
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.audio.augment import drawn_speed
-from jaxthd.data.audio.features import HOP, SAMPLE_RATE
-from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, chunk_audio, recording_length
+from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, recording_length
 from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.filters import Filter
 from jaxthd.data.mismatched import WithMismatched
@@ -25,7 +25,7 @@ from jaxthd.data.usable import usable_examples
 from jaxthd.errors import UserError
 from jaxthd.objectives import make_objective
 from jaxthd.objectives.answers import draws_answers, needs_mismatched
-from jaxthd.packing.document import SUBSAMPLING, encoder_frames, segment_lengths
+from jaxthd.packing.document import segment_lengths
 
 MOST_READ = 100_000
 """Most documents whose lengths are measured; a larger data set is sampled with a seed."""
@@ -37,14 +37,14 @@ class Lengths(NamedTuple):
     """Documents as the packer sees them, one entry each.
 
     tokens: audio slots included; with answers, those of all segments (posttraining.share_prompts).
-    frames: mel frames that the document takes in an audio buffer. seconds: of audio. chunks: mel frames that
-    each encoder chunk takes in the buffer, multiples of 8.
+    frames: audio frames that the document takes in a buffer. seconds: of audio. pieces: frames that each
+    piece of audio takes in the buffer, in whole units.
     """
 
     tokens: Int[np.ndarray, " n"]
     frames: Int[np.ndarray, " n"]
     seconds: Float[np.ndarray, " n"]
-    chunks: list[list[int]]
+    pieces: list[list[int]]
 
 
 def read_examples(
@@ -103,7 +103,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     encoder, share_prompts = config.model.encoder, config.posttraining.share_prompts
     objective = make_objective(config.train.objective, config.train.objective_options)
     augment = AugmentConfig() if objective.is_policy else config.data.augment
-    chunk_samples = round(encoder.chunk_seconds * 100) * HOP if encoder else 0
+    unit = encoder.unit[0] if encoder else 1
     clips = [clip for example in examples for clip in example.clips]
     with ThreadPoolExecutor(16) as threads:
         samples = iter(list(threads.map(clip_samples, clips)))
@@ -119,16 +119,17 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
         if kept.why_dropped(example, sum(found) / SAMPLE_RATE):
             continue
         for heard in dict.fromkeys((_played(example, found, augment, config.data.seed), tuple(found))):
-            chunks = [chunk_audio(np.broadcast_to(np.float32(0), n), chunk_samples) for n in heard]
-            mels = [len(chunk) // HOP for chunk in chain(*chunks)]
-            slots = [encoder_frames(f) for f in mels]
-            segments = segment_lengths(prompt - len(found) + sum(slots), answers, share_prompts)
-            if _fits(segments, SUBSAMPLING * sum(slots), config):
+            pieces = list(chain(*(encoder.pieces(n) for n in heard))) if encoder else []
+            frames = [-(-piece.frames // unit) * unit for piece in pieces]
+            of_audio = sum(piece.tokens for piece in pieces)
+            segments = segment_lengths(prompt - len(found) + of_audio, answers, share_prompts)
+            if _fits(segments, sum(frames), config):
                 break
-        rows.append((sum(segments), sum(mels) / 100, [SUBSAMPLING * n for n in slots]))
-    tokens, seconds, frames = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
-    total_frames = np.array([sum(c) for c in frames], int)
-    lengths = Lengths(np.array(tokens, int), total_frames, np.array(seconds, float), frames)
+        seconds = encoder.seconds(sum(n // encoder.frame_samples for n in heard)) if encoder else 0.0
+        rows.append((sum(segments), seconds, frames))
+    tokens, times, taken = (list(column) for column in zip(*rows, strict=True)) if rows else ([], [], [])
+    total_frames = np.array([sum(c) for c in taken], int)
+    lengths = Lengths(np.array(tokens, int), total_frames, np.array(times, float), taken)
     return lengths, len(examples) - len(rows)
 
 
@@ -173,7 +174,7 @@ def draw(sources: Sequence[Lengths], data: DataConfig, *, least: int | None = No
     weights: the same number of documents, drawn from the sources in that proportion.
     Raises UserError for a source without documents, and as mixing_weights does.
     """
-    rng, sizes = np.random.default_rng(data.seed), [len(source.chunks) for source in sources]
+    rng, sizes = np.random.default_rng(data.seed), [len(source.pieces) for source in sources]
     weights = mixing_weights(data, sizes)
     if not all(sizes):
         raise UserError(f"the manifests give {sizes} usable documents; expected at least one of each")
@@ -188,7 +189,7 @@ def draw(sources: Sequence[Lengths], data: DataConfig, *, least: int | None = No
         drawn[at] = first + np.array(list(chain(*epochs)), int)[: len(at)]
         first += size
     tokens, frames, seconds = (np.concatenate([s[i] for s in sources])[drawn] for i in range(3))
-    chunks = list(chain(*(source.chunks for source in sources)))
+    chunks = list(chain(*(source.pieces for source in sources)))
     return Lengths(tokens, frames, seconds, [chunks[i] for i in drawn])
 
 

@@ -4,11 +4,7 @@ from collections.abc import Callable
 
 from jaxthd.config import Config
 from jaxthd.data.loader import BatchReport
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.planning.parameters import Group, parameter_groups
-
-FRAMES_PER_SECOND = 100 / SUBSAMPLING
-"""Encoder frames of a second of audio."""
 
 
 def model_flops(config: Config) -> Callable[[BatchReport], float]:
@@ -18,9 +14,11 @@ def model_flops(config: Config) -> Callable[[BatchReport], float]:
     it trains. A part that is frozen as a whole, and has nothing trained before it, has no backward pass.
     Padding, recomputation, attention's scores and Mamba2's scan do not count. Tokens meet the weights of the
     decoder and of the experts that they are routed to; supervised ones meet the head, once for each depth of
-    multi-token prediction too; encoder frames meet encoder and adapter, also its subsampling.
+    multi-token prediction too; encoder frames meet encoder and adapter, whatever makes these.
     """
-    groups = parameter_groups(config)
+    groups, front_end = parameter_groups(config), config.model.encoder
+    frames, outputs = front_end.unit if front_end else (1, 1)
+    per_second = outputs / frames / front_end.seconds(1) if front_end else 0.0
     parts = {part: [x for x in groups if x.part == part] for part in ("encoder", "adapter", "LLM")}
     depths = config.depths_trained
     times = depths / max(config.model.llm.mtp_modules, 1)  # depths may share their weights
@@ -41,7 +39,7 @@ def model_flops(config: Config) -> Callable[[BatchReport], float]:
 
     def count(report: BatchReport) -> float:
         """Floating-point operations of a step, from its report."""
-        frames = report.audio_seconds * FRAMES_PER_SECOND
+        frames = report.audio_seconds * per_second
         return per_frame * frames + per_token * report.real_tokens + per_target * report.supervised_tokens
 
     return count

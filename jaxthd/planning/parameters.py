@@ -10,7 +10,6 @@ from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.models.adapt import split
-from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.parallel.mesh import bytes_of, on_device
 from jaxthd.parallel.params import Buffer
 from jaxthd.steps.blueprint import Blueprint
@@ -22,38 +21,12 @@ from jaxthd.steps.state import moment_specs
 
 PARTS = ("LLM", "encoder", "adapter")
 
-_LETTERS = {
-    "M": "M Mamba2",
-    "D": "D gated delta rule",
-    "*": "* attention",
-    "W": "W attention in a window",
-    "L": "L latent attention",
-    "-": "- MLP",
-    "E": "E",
-}
-_EXPERTS = {
-    "up": "routed experts",
-    "down": "routed experts",
-    "gate": "routed experts",
-    "up_bias": "routed experts",
-    "down_bias": "routed experts",
-    "gate_bias": "routed experts",
-    "router": "router",
-    "shared": "shared expert",
-    "shared_gate": "shared expert",
-    "latent_in": "latent projection",
-    "latent_out": "latent projection",
-}
-_CONFORMER = {"ffn1": "feed-forward", "ffn2": "feed-forward", "attention": "attention", "conv": "convolution"}
 _ORDER = (
     "embedding",
-    *_LETTERS.values(),
+    "blocks",
     "RMSNorms",
     "head",
     "MTP",
-    "subsampling",
-    *_CONFORMER.values(),
-    "LayerNorms",
 )
 
 Path = tuple[Any, ...]
@@ -86,51 +59,42 @@ def parameter_groups(config: Config) -> list[Group]:
     blueprint = Blueprint(replace(config, mesh=MeshConfig()))
     is_trained = nnx.traversals.flatten_mapping(blueprint.trained)
     for path, variable in nnx.to_flat_state(nnx.state(blueprint.model, nnx.Param)):
-        part, name, copies = _group(path, config)
+        part, name, copies, share = _group(path, config)
         group = groups.setdefault((part, name), Group(part, name, copies))
         size, is_stacked = math.prod(variable.shape), bool({"layers", "blocks", "depths"} & set(path))
-        share = _active_share(name, config)
         group.parameters += size
         group.trained += size * is_trained[path]
         group.active += round(size * share)
         shape = tuple(variable.shape[1:] if is_stacked else variable.shape)
         if math.prod(shape) > math.prod(group.largest[1]) or not group.largest[1]:
             group.largest = (_array_name(path), shape)
-    return sorted(groups.values(), key=lambda g: (PARTS.index(g.part), _order(g.name)))
-
-
-def _group(path: Path, config: Config) -> tuple[str, str, int]:
-    """(part, name, copies) of the group of the parameter at `path` in the module tree."""
     letters = config.model.llm.letters
-    layers = config.model.encoder.layers if config.model.encoder else 0
+    return sorted(groups.values(), key=lambda g: (PARTS.index(g.part), *_order(g.name, letters)))
+
+
+def _group(path: Path, config: Config) -> tuple[str, str, int, float]:
+    """(part, name, copies, share of it that a token uses) of the group of the parameter at `path` in the
+    module tree."""
+    llm, encoder = config.model.llm, config.model.encoder
+    letter_of = {stack: letter for letter, stack in llm.stacks}
     match path:
-        case ("decoder", "layers", str(kind), "mixer", str(name), *_):
-            letter = next(k.letter for k in LAYER_KINDS.values() if k.name == kind)
-            label = f"E {_EXPERTS.get(name, name)}" if letter == "E" else _LETTERS[letter]
-            return "LLM", label, letters.count(letter)
-        case ("mtp", "layers", "moe", "mixer", str(name), *_) if _EXPERTS.get(name) == "routed experts":
-            return "LLM", "MTP routed experts", config.model.llm.mtp_modules
+        case ("decoder", "layers", str(stack), "mixer", str(name), *_):
+            letter = letter_of[stack]
+            label, share = llm.blocks[letter].parameters(name)
+            return "LLM", f"{letter} {label}", llm.letters.count(letter), share
+        case ("mtp", "layers", str(stack), "mixer", str(name), *_):
+            label, share = llm.blocks[letter_of[stack]].parameters(name)
+            return "LLM", "MTP" if share == 1 else f"MTP {label}", llm.mtp_modules, share
         case ("mtp", *_):
-            return "LLM", "MTP", config.model.llm.mtp_modules
+            return "LLM", "MTP", llm.mtp_modules, 1.0
+        case ("embedding", *_):
+            return "LLM", "embedding", 1, 1.0 if llm.tied_embedding else 1 / llm.vocab_size
         case ("decoder", *_):
-            return "LLM", "RMSNorms", len(letters) + 1
-        case ("encoder", "blocks", str(name), *_):
-            return "encoder", _CONFORMER.get(name, "LayerNorms" if name.startswith("norm") else name), layers
-        case ("encoder", str(name), *_):
-            return "encoder", name, 1
+            return "LLM", "RMSNorms", len(llm.letters) + 1, 1.0
+        case ("encoder", *below) if encoder is not None:
+            return "encoder", *encoder.parameters([str(name) for name in below]), 1.0
         case _:
-            return ("adapter" if path[0] == "adapter" else "LLM"), str(path[0]), 1
-
-
-def _active_share(name: str, config: Config) -> float:
-    llm = config.model.llm
-    routed = llm.experts_per_token / llm.experts
-    shares = {
-        "embedding": 1.0 if llm.tied_embedding else 1 / llm.vocab_size,
-        "E routed experts": routed,
-        "MTP routed experts": routed,
-    }
-    return shares.get(name, 1.0)
+            return ("adapter" if path[0] == "adapter" else "LLM"), str(path[0]), 1, 1.0
 
 
 def _array_name(path: Path) -> str:
@@ -141,10 +105,13 @@ def _array_name(path: Path) -> str:
     return ".".join(names[:-1] if names[-1] == "w" else names)
 
 
-def _order(name: str) -> int:
-    """Sorts the groups; those of the experts stay together."""
-    first = name if name in _ORDER else name.split()[0]
-    return _ORDER.index(first) if first in _ORDER else len(_ORDER)
+def _order(name: str, letters: str) -> tuple[int, int]:
+    """Sorts the groups; those of blocks as the letters come in the pattern."""
+    first = name.split()[0]
+    if first in letters:
+        return _ORDER.index("blocks"), letters.index(first)
+    first = name if name in _ORDER else first
+    return _ORDER.index(first) if first in _ORDER else len(_ORDER), 0
 
 
 def state_bytes(config: Config) -> dict[str, int]:

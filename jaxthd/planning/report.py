@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from jaxthd.kernels.choose import attention_shape
+from jaxthd.kernels.choose import attention_shapes
 from jaxthd.ops.attention.cudnn import WORKSPACE_MOST, workspace
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
 from jaxthd.planning.search import Plan, audio_mean, percentiles
 from jaxthd.planning.simulate import COSTS, Outcome, balance
@@ -66,11 +65,12 @@ def _capacities(plan: Plan) -> str:
 
 
 def _work(plan: Plan) -> str:
-    slot, frame = plan.work
+    (slot, frame), front_end = plan.work, plan.recommended.config.model.encoder
+    frames, outputs = front_end.unit if front_end else (1, 1)
     return (
         "  Overhead is work on padding over work on documents. The work of a slot is the number of\n"
-        f"  parameters it meets: {slot:,.0f} for a token slot, {SUBSAMPLING * frame:,.0f} for an encoder\n"
-        "  frame (eight mel frames)."
+        f"  parameters it meets: {slot:,.0f} for a token slot, {frames / outputs * frame:,.0f} for an\n"
+        f"  output of the encoder ({frames / outputs:g} audio frames)."
     )
 
 
@@ -91,10 +91,13 @@ def _maxima(plan: Plan) -> str:
         [o.data.max_documents, _share_within(unbounded, o.data.max_documents), *o.costs]
         for o in plan.by_maximum
     ]
-    if not {"*", "L"} & set(config.model.llm.kinds):
+    if all(
+        shape is None or shape.window for shape in (x.attention(1) for _, x in config.model.llm.each_block)
+    ):
         return table(title, columns, rows)
     for row, o in zip(rows, plan.by_maximum, strict=True):
-        row.append(size_text(workspace(attention_shape(replace(config, data=o.data)))))
+        shapes = attention_shapes(replace(config, data=o.data))
+        row.append(size_text(max(map(workspace, shapes))))
     explained = (
         "  The last column is what the number of documents costs the back-end cudnn on each GPU: its\n"
         "  backward pass pads every document to the buffer. The back-end is not used where that is over\n"
@@ -165,7 +168,7 @@ def _reasons(plan: Plan) -> list[tuple[str, str]]:
         ),
         (
             f"audio-capacity {data.audio_capacity}",
-            f"pads {chosen.audio_padding:.1%} of mel frames, overhead {chosen.overhead:.1%}; "
+            f"pads {chosen.audio_padding:.1%} of audio frames, overhead {chosen.overhead:.1%}; "
             f"{tight.data.audio_capacity} pads {tight.audio_padding:.1%}, overhead {tight.overhead:.1%}",
         ),
         (

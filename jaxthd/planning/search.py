@@ -12,7 +12,6 @@ from jaxtyping import Int
 from jaxthd.config import Config, DataConfig
 from jaxthd.config.values import Unset
 from jaxthd.errors import UserError
-from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.planning.layouts import LayoutCost, compare_layouts
 from jaxthd.planning.lengths import Lengths, slots_of
 from jaxthd.planning.parameters import parameter_groups
@@ -178,10 +177,11 @@ def _curves(
 
 
 def flops_per_slot(config: Config) -> tuple[float, float]:
-    """(active parameters of a token slot, of a mel frame): a measure of work without attention."""
+    """(active parameters of a token slot, of an audio frame): a measure of work without attention."""
     groups = parameter_groups(config)
     decoder = sum(g.active for g in groups if g.part == "LLM")
-    return float(decoder), sum(g.parameters for g in groups if g.part != "LLM") / SUBSAMPLING
+    frames, outputs = config.model.encoder.unit if config.model.encoder else (1, 1)
+    return float(decoder), sum(g.parameters for g in groups if g.part != "LLM") / (frames / outputs)
 
 
 def with_data(config: Config, **settings: Any) -> Config:
@@ -190,24 +190,25 @@ def with_data(config: Config, **settings: Any) -> Config:
 
 
 def audio_mean(stream: Lengths, config: Config) -> float:
-    """Mean mel frames of the documents that fill a buffer's token slots."""
+    """Mean audio frames of the documents that fill a buffer's token slots."""
     return float(config.data.capacity * stream.frames.sum() / slots_of(stream, config).sum())
 
 
 def audio_sizes(stream: Lengths, config: Config) -> list[int]:
     """Audio capacities to try at the config's capacity; only 0 where there is no audio.
 
-    They are the mean times 1 + each of SLACKS, the need of the longest document, and eight frames a token
-    slot, which no buffer can exceed.
+    They are the mean times 1 + each of SLACKS, the need of the longest document, and the frames of as many
+    outputs as there are token slots, which no buffer can exceed.
     """
     data = config.data
     if not stream.frames.any():
         return [0]
-    chunk = SUBSAMPLING * encoder_frames(config.model.audio_encoder.chunk_frames)
+    front_end = config.model.audio_encoder
+    unit, outputs = front_end.unit
     longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
     wanted = [audio_mean(stream, config) * (1 + slack) for slack in SLACKS]
-    wanted += [longest, SUBSAMPLING * data.capacity]
-    return sorted({max(_multiple(size, SUBSAMPLING), chunk) for size in wanted})
+    wanted += [longest, -(-data.capacity // outputs) * unit]
+    return sorted({max(_multiple(size, unit), front_end.longest_taken) for size in wanted})
 
 
 def capacities(stream: Lengths, config: Config) -> list[int]:

@@ -11,7 +11,6 @@ from jaxtyping import Int
 from jaxthd.config import Config, DataConfig, Packing
 from jaxthd.data.best_fit import pack_stream
 from jaxthd.packing.assignment import Placement, Shares
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.fit import BufferLimits, Fit
 from jaxthd.packing.layout import ContextLayout, attention_work, imbalance, order_documents
 from jaxthd.packing.waiting import next_row
@@ -21,13 +20,13 @@ BALANCED = 100
 """Number of buffers, evenly spaced, whose attention work is computed."""
 
 
-COSTS = "padding|of mel frames|skipped|overhead"
+COSTS = "padding|of audio frames|skipped|overhead"
 
 
 class Outcome(NamedTuple):
     """The result of packing a stream of documents with the settings of `config`.
 
-    buffers: lists of documents. padding, audio_padding: shares of token slots and of mel frames.
+    buffers: lists of documents. padding, audio_padding: shares of token slots and of audio frames.
     skipped: share of documents that fit no buffer.
     overhead: work on padding over work on documents (see jaxthd.planning.search.flops_per_slot).
     placements: of each buffer's documents, in the buffer's order, under the layout "whole"; else [].
@@ -76,6 +75,7 @@ def simulate(stream: Lengths, config: Config, work: tuple[float, float]) -> Outc
             max_documents=data.max_documents,
             packing=data.packing,
             packing_bins=data.packing_bins,
+            unit_frames=limits.unit[0],
         )
     )
     if len(groups) > 1:
@@ -121,15 +121,16 @@ def _outcome(
     frames: int,
     work: tuple[float, float],
 ) -> Outcome:
-    """The outcome of buffers that have `slots` token slots and `frames` mel frames in all."""
+    """The outcome of buffers that have `slots` token slots and `frames` audio frames in all."""
     inside = np.array(list(chain(*buffers)), int)
-    tokens, mels = int(stream.tokens[inside].sum()), float(100 * stream.seconds[inside].sum())
-    useful = work[0] * tokens + work[1] * mels
+    tokens, front_end = int(stream.tokens[inside].sum()), config.model.encoder
+    heard = float(stream.seconds[inside].sum()) / front_end.seconds(1) if front_end else 0.0
+    useful = work[0] * tokens + work[1] * heard
     return Outcome(
         config,
         buffers,
         padding=1 - tokens / max(slots, 1),
-        audio_padding=1 - mels / frames if frames else 0.0,
+        audio_padding=1 - heard / frames if frames else 0.0,
         skipped=0.0,
         overhead=(work[0] * slots + work[1] * frames) / useful - 1 if useful else math.inf,
     )
@@ -173,19 +174,20 @@ def pack_lengths(
     max_documents: int,
     packing: Packing,
     packing_bins: int,
+    unit_frames: int = 1,
 ) -> Iterator[list[list[int]]]:
     """Fills buffers as the packers do; yields groups of buffers, each a list of indices of documents.
 
-    slots, frames: token slots and mel frames (a multiple of 8) that each document takes; each must fit a
-        buffer. The other arguments are those of PackDocuments, which also shuffles the buffers of a group.
-    A group of packing_bins buffers is yielded when a document fits none of them; the last group may be
-    smaller. Best-fit decreasing yields windows. "padded" puts one document in each buffer. It takes about
-    2 us a document at 8 bins.
+    slots, frames: token slots and audio frames (whole units, of unit_frames each) that each document takes;
+        each must fit a buffer. The other arguments are those of PackDocuments, which also shuffles the
+    buffers of a group. A group of packing_bins buffers is yielded when a document fits none of them; the last
+    group may be smaller. Best-fit decreasing yields windows. "padded" puts one document in each buffer. It
+    takes about 2 us a document at 8 bins.
     Source: the algorithms of grain.experimental.FirstFitPackIterDataset and BestFitPackIterDataset.
     """
     if packing == "best_fit_decreasing":
-        sizes = [(n, f // SUBSAMPLING, 1) for n, f in zip(slots, frames, strict=True)]
-        yield from pack_stream(sizes, (capacity, audio_capacity // SUBSAMPLING, max_documents), packing_bins)
+        sizes = [(n, f // unit_frames, 1) for n, f in zip(slots, frames, strict=True)]
+        yield from pack_stream(sizes, (capacity, audio_capacity // unit_frames, max_documents), packing_bins)
         return
     most = 1 if packing == "padded" else max_documents
     bins = 1 if packing == "padded" else packing_bins
@@ -197,8 +199,8 @@ def pack_lengths(
             for b, (tokens, audio) in enumerate(used)
             if tokens + n <= capacity and audio + f <= audio_capacity and len(group[b]) < most
         )
-        if packing == "best_fit":  # fullest in tokens and encoder frames together; first of equals
-            chosen = max(fitting, key=lambda b: used[b][0] + used[b][1] // SUBSAMPLING, default=None)
+        if packing == "best_fit":  # fullest in tokens and units of audio together; first of equals
+            chosen = max(fitting, key=lambda b: used[b][0] + used[b][1] // unit_frames, default=None)
         else:
             chosen = next(fitting, None)
         if chosen is None:
@@ -239,11 +241,11 @@ def fits_of(stream: Lengths, config: Config) -> list[Fit]:
     """The fit of each document, from its lengths alone."""
     slots, shares = slots_of(stream, config), Shares.of(config)
 
-    def fit(slots: int, tokens: int, chunks: Sequence[int]) -> Fit:
+    def fit(slots: int, tokens: int, pieces: Sequence[int]) -> Fit:
         """The demand of a document, and why no rank can hold it where that is so."""
-        found = Fit(slots, 1, tuple(chunks), "", "", tokens * (tokens + 1) // 2)
+        found = Fit(slots, 1, tuple(pieces), "", "", tokens * (tokens + 1) // 2)
         if shares is None or shares.fits(found.size):
             return found
         return found._replace(unassignable="longer than a context rank's share")
 
-    return [fit(*sizes) for sizes in zip(slots.tolist(), stream.tokens.tolist(), stream.chunks, strict=True)]
+    return [fit(*sizes) for sizes in zip(slots.tolist(), stream.tokens.tolist(), stream.pieces, strict=True)]

@@ -18,7 +18,6 @@ from jaxthd.data.sources.registry import read_source, validation_sources
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import holds_a_run, read_config
 from jaxthd.objectives.answers import draws_answers
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.planning.lengths import Lengths, draw, first, measure, read_examples, slots_of
 from jaxthd.planning.search import SIZES, with_recommended_sizes, with_unset
@@ -84,10 +83,11 @@ def _for_data(config: Config) -> dict[str, int]:
         # The defaults held it, so it must not be skipped; what they did not hold is the search's affair.
         slots, mels = (min(math.ceil(x), most) for x, most in zip(longest, _DEFAULTS, strict=True))
         capacity, frames = max(capacity, slots), max(frames, mels)
+    unit = config.model.encoder.unit[0] if config.model.encoder else 1
     sizes = replace(
         best,
         capacity=math.ceil(capacity / SLOTS) * SLOTS,
-        audio_capacity=math.ceil(frames / SUBSAMPLING) * SUBSAMPLING,
+        audio_capacity=math.ceil(frames / unit) * unit,
     )
     sizes = with_unset(config, sizes).data
     print(f"{_text(sizes)}: derived from the lengths of {count:,} documents (jaxthd plan compares sizes)")
@@ -105,7 +105,7 @@ def _measured(examples: Sequence[Example], config: Config, ends: float) -> Lengt
             break
         parts.append(measure(examples[start : start + AT_A_TIME], config)[0])
     tokens, frames, seconds = (np.concatenate([part[i] for part in parts]) for i in range(3))
-    return Lengths(tokens, frames, seconds, list(chain(*(part.chunks for part in parts))))
+    return Lengths(tokens, frames, seconds, list(chain(*(part.pieces for part in parts))))
 
 
 def _held_out(config: Config, ends: float) -> list[Lengths]:

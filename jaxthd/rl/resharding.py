@@ -18,7 +18,6 @@ from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.config import MeshConfig
-from jaxthd.models.stacks import letter_of
 from jaxthd.parallel.mesh import AXES, PIPELINE
 from jaxthd.parallel.params import Buffer
 from jaxthd.steps.blueprint import Blueprint, Tree
@@ -132,7 +131,7 @@ def _rows(
     path: tuple[Any, ...], shape: tuple[int, ...], here: Blueprint, there: Blueprint
 ) -> tuple[tuple[int, int], ...] | None:
     """Leaf.rows."""
-    letter = letter_of(path)
+    letter = here.stages.letter_of(path)
     if letter is not None:
         found = []
         for stages in (here.stages, there.stages):

@@ -74,7 +74,7 @@ class Rollouts:
     mesh: that of config.mesh, where the weights are. rollout.mesh may name another one over its devices, on
     which answers are drawn (on_own_mesh).
     stop_ids: the tokens that end an answer; the first one is padding.
-    The prompts of a page fit config.data.capacity token slots and audio_capacity mel frames.
+    The prompts of a page fit config.data.capacity token slots and audio_capacity audio frames.
     """
 
     def __init__(self, config: Config, mesh: Mesh, *, stop_ids: tuple[int, ...]) -> None:

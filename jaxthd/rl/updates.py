@@ -89,7 +89,7 @@ class UpdateMaker:
         pack, count = self._pack, self._config.data.rows
         rows = list(grain.MapDataset.source(documents).pipe(pack)) if documents else []
         rows += [pack.row([])] * (-len(rows) % count if rows else count)
-        room = pack.capacity, pack.limits.array_frames
+        room = pack.capacity, pack.limits.seconds
         reports = tuple(RowReport.of(number, row.report, *room) for number, row in enumerate(rows))
         own = local_rows(self._mesh, count)
         batches = [

@@ -23,12 +23,12 @@ SCHEDULE = (
 
 
 def _has_experts(config: Config) -> bool:
-    return "E" in config.model.llm.kinds
+    return any(block.routes for _, block in config.model.llm.each_block)
 
 
 NEEDS: dict[str, tuple[Callable[[Config], Any], str]] = {
     "train.router_bias_rate": (
-        lambda config: _has_experts(config) and config.model.llm.router == "sigmoid",
+        lambda config: any(block.evens_load for _, block in config.model.llm.each_block),
         "the model has no experts with correction biases",
     ),
     "train.aux_loss": (_has_experts, "the model has no experts"),

@@ -25,7 +25,6 @@ ALWAYS = (
     "data.max_documents",
     "data.audio_capacity",
     "data.round_to",
-    "model.encoder.chunk_seconds",
     "model.encoder",  # None
     "compute.dtype",
     "compute.fp8*",  # compute.fp8_experts, in lines of older runs
@@ -53,7 +52,9 @@ def measured_by(config: Config, data: SpeechData) -> dict[str, Any]:
     if not data.has_validation:
         return {}
     by = {"reward": BY_REWARD, "preferences": BY_PREFERENCES}.get(config.train.best_by, ())
-    names = (*ALWAYS, *by)
+    encoder = config.model.encoder
+    of_encoder = [f"model.encoder.{name}" for name in (encoder.read_with_others if encoder else ())]
+    names = (*ALWAYS, *of_encoder, *by)
     fields = {name: value for name, value in flat(asdict(config)).items() if is_any(name, names)}
     return fields | {
         "data.validation_manifest": data.validation_digests,

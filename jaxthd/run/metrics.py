@@ -226,8 +226,8 @@ STEP_METRICS: list[Metric] = [
     Metric(
         "audio_padding_ratio",
         "share",
-        "mel frames of the step's buffers that hold no audio, over all that they have room for; not without "
-        "audio arrays",
+        "audio frames of the step's buffers that hold no audio, over all that they have room for; not "
+        "without audio arrays",
         _audio_padding,
         "{:.1%}",
         odd="Over 0.3: lower data.audio_capacity (jaxthd plan compares sizes).",

@@ -35,14 +35,14 @@ class PaddingWatch:
 
 def padding_reason(report: BatchReport, config: Config) -> str:
     """Why the buffers hold no more tokens, and what to change."""
-    data, limits = config.data, BufferLimits.of(config)
+    data, limits, front_end = config.data, BufferLimits.of(config), config.model.encoder
     rows = [row for row in report.rows if row.documents]
     if not rows:
         return "no document was left for it"
     empty = len(report.rows) - len(rows)
     full = sum(row.segments >= data.max_documents for row in rows)
-    most = 0.9 * data.audio_capacity if limits.array_frames else float("inf")
-    heard = sum(100 * row.audio_seconds >= most for row in rows)
+    most = 0.9 * front_end.seconds(data.audio_capacity) if front_end and limits.array_frames else float("inf")
+    heard = sum(row.audio_seconds >= most for row in rows)
     if data.packing == "padded":
         return 'data.packing is "padded": each row holds one document'
     count = len(report.rows)

@@ -14,6 +14,7 @@ import jax.extend.backend
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.data.text.tokenizer import needed_vocabulary
+from jaxthd.errors import UserError
 from jaxthd.kernels.choose import with_admitted
 from jaxthd.kernels.xla_options import prepare_compiler
 from jaxthd.parallel.mesh import device_platform
@@ -27,9 +28,18 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 def simulate_devices(devices: int) -> bool:
     """Gives a machine without accelerators `devices` CPU devices; True where CPU devices are what will run.
 
-    Call it before anything touches a jax device. Raises UserError as device_platform does.
+    A process whose jax has begun keeps its devices: a mesh takes the first of them. Raises UserError where
+    they are too few, and as device_platform does.
     """
-    jax.config.update("jax_num_cpu_devices", devices)
+    try:
+        jax.config.update("jax_num_cpu_devices", devices)
+    except RuntimeError:
+        if jax.device_count() < devices:
+            raise UserError(
+                f"jax has begun in this process with {jax.device_count()} device(s); expected {devices}, as "
+                "the mesh has: begin another process, or call simulate_devices first with the most it needs"
+            ) from None
+        return device_platform() == "cpu"
     # A program of one CPU device runs in the thread that calls it, whose freed memory is kept whatever its
     # size (keep_freed_memory).
     jax.config.update("jax_cpu_enable_async_dispatch", False)

@@ -15,10 +15,10 @@ from jax import Array
 
 from jaxthd.config import Config
 from jaxthd.models.adapt import join
+from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, transcripts
 from jaxthd.models.dropout import Draws, drawing
 from jaxthd.models.hybrid import StackedLayers
-from jaxthd.models.mixers import Routing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
 from jaxthd.objectives.sft import negative_log_likelihood
@@ -327,7 +327,7 @@ def auxiliary_share(config: Config, routing: Routing, real: Array) -> Array:
     real: tokens that these layers route in a step.
     """
     llm = config.model.llm
-    layers = llm.letters.count("E") + config.depths_trained * llm.mtp_pattern.count("E")
+    layers = llm.routed_layers(llm.letters) + config.depths_trained * llm.routed_layers(llm.mtp_pattern)
     return config.train.aux_loss * routing.aux.sum() / (real * layers)
 
 

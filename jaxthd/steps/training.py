@@ -16,8 +16,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.config import Config
 from jaxthd.kernels.xla_options import jit_for
-from jaxthd.models.adapt import join, keeps_router_biases, keeps_statistics, split
-from jaxthd.models.mixers import Routing
+from jaxthd.models.adapt import join, keeps_router_biases, split
+from jaxthd.models.blocks import Routing
 from jaxthd.objectives import LOSS
 from jaxthd.ops.dropout import token_keys
 from jaxthd.packing.batch import Batch
@@ -111,7 +111,9 @@ def loss_and_gradient(
     def rank(params: Tree, buffers: Tree, batch: Batch, counts: Counts | None = None) -> Gradient:
         """Loss, gradient and metrics of this rank."""
         counts = at_least_one(count(batch, config) if counts is None else counts)
-        batch_statistics = not keeps_statistics(blueprint.trained) and not is_policy
+        front_end = config.model.encoder
+        frozen = front_end is None or front_end.keeps_statistics(blueprint.trained["encoder"])
+        batch_statistics = not frozen and not is_policy
         forward = Forward(blueprint, params, buffers, counts, batch_statistics=batch_statistics)
         own, _ = split(params, blueprint.trained)
         own = _matrices_cast(own, blueprint) if in_compute_dtype else own
@@ -162,7 +164,7 @@ def gradient_specs(blueprint: Blueprint) -> Gradient:
 
     def routing_specs(pattern: str, spec: Any) -> Routing | None:
         """Specs of the routing of a chunk with experts; None without."""
-        return Routing(spec, spec, spec) if "E" in pattern else None
+        return Routing(spec, spec, spec) if llm.routed_layers(pattern) else None
 
     future = None
     if config.depths_trained:

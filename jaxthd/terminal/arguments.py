@@ -3,6 +3,7 @@
 import argparse
 import ast
 import os
+import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
@@ -13,8 +14,9 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxthd.config import Config, MeshConfig
-from jaxthd.config.listing import all_groups, group_names, kind_at
+from jaxthd.config.listing import all_groups, group_names, kind_at, path_of, value_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
+from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
@@ -144,7 +146,7 @@ def parse_command_line(
     settings = open_settings(expand_home(source))
     config = tyro.cli(
         Config,
-        default=_with_mesh_of_rollouts(settings.config, overrides),
+        default=_with_patterns(_with_mesh_of_rollouts(settings.config, overrides), overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
         config=NO_SUBCOMMANDS,
@@ -160,18 +162,17 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[li
     settings of type bool: those are the forms that tyro reads. And the dotted names of the settings that the
     words set. Ends the process for another value.
     """
-    known = {x.path: x.types == ("bool",) for group in all_groups() for x in group.settings}
+    known = {of_any_block(x.path): x.types == ("bool",) for group in all_groups() for x in group.settings}
     flags, given, rest = list[str](), dict[str, None](), list(words)
     while rest:
         word = rest.pop(0)
         name, has_value, value = word.partition("=")
-        option = f"--{name.removeprefix('--').replace('_', '-')}"
+        option = f"--{path_of(name).replace('_', '-')}"
         group, _, last = option.rpartition(".")
-        setting = last.removeprefix("no-").replace("-", "_")
-        path = f"{group.removeprefix('--').replace('-', '_')}.{setting}"
-        if name.startswith("--") and path in known:
+        path = path_of(f"{group}.{last.removeprefix('no-')}")
+        if name.startswith("--") and of_any_block(path) in known:
             given[path] = None
-        if not name.startswith("--") or not known.get(path) or last.startswith("no-"):
+        if not name.startswith("--") or not known.get(of_any_block(path)) or last.startswith("no-"):
             flags.append(word)
             continue
         if not has_value and rest and not rest[0].startswith("--"):
@@ -184,6 +185,11 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[li
     return flags, tuple(given)
 
 
+def of_any_block(path: str) -> str:
+    """The path of a setting, without the letter of its block: any block may have any letter."""
+    return re.sub(r"^(model\.llm\.blocks)\.[^.]+", r"\1", path)
+
+
 def _without_removed(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
     """(the words without settings that there were, those by group and name: jaxthd/config/removed.py)."""
     kept, removed = list[str](), dict[str, dict[str, Any]]()
@@ -192,22 +198,35 @@ def _without_removed(words: Sequence[str]) -> tuple[list[str], dict[str, dict[st
         word = rest.pop(0)
         option, has_value, value = word.partition("=")
         group, _, last = option.removeprefix("--").replace("-", "_").rpartition(".")
+        above, _, outer = group.rpartition(".")
+        if above == "model.llm" and isinstance(was := _was(above, outer), dict) and last in was:
+            group, last = above, f"{outer}.{last}"  # of a group of settings that there was
         of_group = REMOVED.get(group, {}) if word.startswith("--") else {}
-        name = last if last in of_group else last.removeprefix("no_")
-        if name not in of_group:
+        name = last if last in of_group or "." in last else last.removeprefix("no_")
+        if name.partition(".")[0] not in of_group:
             kept.append(word)
             continue
         values = [value] if has_value else []
         while not has_value and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
         read = [_value(text) for text in values] or [name == last]
-        several = isinstance(of_group[name].was, tuple)
-        removed.setdefault(group, {})[name] = tuple(read) if several or len(read) > 1 else read[0]
+        outer, _, inner = name.partition(".")
+        several = isinstance(of_group[outer].was, tuple)
+        found = tuple(read) if several or len(read) > 1 else read[0]
+        of_names = removed.setdefault(group, {})
+        of_names[outer] = {**of_names.get(outer, {}), inner: found} if inner else found
     return kept, removed
+
+
+def _was(group: str, name: str) -> Any:
+    """The default of a setting that there was; None for others."""
+    return REMOVED[group][name].was if name in REMOVED[group] else None
 
 
 def _value(text: str) -> Any:
     """A number or a truth value that the text writes, else the text."""
+    if text.lower().lstrip("+-") in ("inf", "nan"):
+        return float(text)
     try:
         return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false", "none") else text)
     except (ValueError, SyntaxError):
@@ -226,15 +245,29 @@ def _with_removed(config: Config, removed: Mapping[str, Mapping[str, Any]]) -> t
         new = {name: value for name, value in present.items() if value != before[name]}
         names += [f"{group}.{name}" for name in new]
         for name, value in new.items():
-            value = replace(before[name], **value) if isinstance(value, dict) else value
-            config = _with(config, f"{group}.{name}", value)
+            config = with_value(config, f"{group}.{name}", value)
     return config, names
 
 
-def _with(settings: Any, path: str, value: Any) -> Any:
-    """Settings with the value at a dotted path."""
-    name, _, rest = path.partition(".")
-    return replace(settings, **{name: _with(getattr(settings, name), rest, value) if rest else value})
+def _with_patterns(config: Config, overrides: Sequence[str]) -> Config:
+    """The config with the patterns that the command line gives, so that it may give settings of their blocks
+    too. Tells which blocks are new, on stderr."""
+    given: dict[str, Any] = {}
+    for word, following in zip(overrides, [*overrides[1:], ""], strict=False):
+        option, mark, value = word.partition("=")
+        name = option.replace("-", "_").removeprefix("__model.llm.")
+        if option.startswith("--model.llm.") and name in ("pattern", "mtp_pattern"):
+            given[name] = value if mark else following
+    llm = replace(config.model.llm, **given)
+    for letter in llm.blocks.keys() - config.model.llm.blocks.keys():
+        block = llm.blocks[letter]
+        sizes = ", ".join(f"{x.name} {getattr(block, x.name)}" for x in fields(block) if x.name != "kind")
+        warn_once(
+            "the command line",
+            f"model.llm.blocks.{letter} is new, {block.label} with {sizes}: give others as "
+            f"--model.llm.blocks.{letter}.NAME",
+        )
+    return replace(config, model=replace(config.model, llm=llm)) if given else config
 
 
 def _with_mesh_of_rollouts(config: Config, overrides: Sequence[str]) -> Config:
@@ -293,16 +326,18 @@ class _Help(argparse.Action):
 def _as_helped(config: Config, names: Collection[str]) -> Any:
     """These groups as a dataclass for tyro's help: one paragraph a text, with bounds, and its values."""
     groups: list[tuple[str, Any, Any]] = []
-    for group in all_groups():
+    for number, group in enumerate(all_groups()):
         if group.path.partition(".")[0] not in names:
             continue
-        values = attrgetter(group.path)(config) or kind_at(group.path)()  # defaults where there is none
+        values = value_at(config, group.path) or kind_at(group.path)()  # defaults where there is none
+        if not isinstance(values, group.kind):  # another front end than the config's
+            continue
         settings: list[tuple[str, Any, Any]] = []
         for each in group.settings:
             text = each.text + (f" ({each.bounds})" if each.bounds else "")
             hint: Any = Annotated[each.hint, tyro.conf.arg(help=text)]
             settings.append((each.name, hint, field(default=getattr(values, each.name))))
-        kind: Any = make_dataclass(group.kind, settings, namespace={"__doc__": group.text})
+        kind: Any = make_dataclass(group.kind.__name__, settings, namespace={"__doc__": group.text})
         named: Any = Annotated[kind, tyro.conf.arg(name=group.path)]
-        groups.append((group.path.replace(".", "_"), named, field(default_factory=kind)))
+        groups.append((f"group_{number}", named, field(default_factory=kind)))
     return make_dataclass("Settings", groups)

@@ -34,7 +34,6 @@ from jaxthd.kernels.xla_options import jit_for
 from jaxthd.models.stacks import from_stages
 from jaxthd.objectives.objective import REFERENCE
 from jaxthd.packing.batch import Batch
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import local_rows, put_batch
 from jaxthd.parallel.processes import exchange
@@ -199,7 +198,7 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
             parts.append(ids[slots] - first)
             parts.append(np.zeros(0) if prefixes is None else np.where(prefixes > 0, prefixes - first + 1, 0))
             if batch.has_audio:
-                parts += _audio_of(batch, row, slots)
+                parts += _audio_of(batch, row, slots, config.model.audio_encoder.unit)
             digest = hashlib.blake2b(digest_size=16)
             for part in parts:
                 digest.update(f"{part.dtype} {part.shape}".encode())
@@ -207,12 +206,17 @@ def documents_of(batch: Batch, config: Config) -> Iterator[Scored]:
             yield Scored(row, digest.hexdigest(), slots[batch.weights[row, slots] > 0])
 
 
-def _audio_of(batch: Batch, row: int, slots: Int[np.ndarray, " slots"]) -> list[Shaped[np.ndarray, "..."]]:
-    """Mask of a document's tokens that are audio frames, and the features of these."""
-    frames = batch.audio_slots[row, slots]
-    at = frames[frames >= 0]
-    features = (x.reshape(-1, SUBSAMPLING, *x.shape[1:])[at] for x in (batch.mels[row], batch.mel_mask[row]))
-    return [frames >= 0, batch.chunk_positions[row, at], *features]
+def _audio_of(
+    batch: Batch, row: int, slots: Int[np.ndarray, " slots"], unit: tuple[int, int]
+) -> list[Shaped[np.ndarray, "..."]]:
+    """Mask of a document's tokens that are audio, and the features of these. unit: the front end's."""
+    outputs, (frames, per_unit) = batch.audio_slots[row, slots], unit
+    at = outputs[outputs >= 0]
+    of_units = dict.fromkeys((at // per_unit).tolist())
+    features = (
+        x.reshape(-1, frames, *x.shape[1:])[[*of_units]] for x in (batch.features[row], batch.frame_mask[row])
+    )
+    return [outputs >= 0, batch.piece_positions[row, at], *features]
 
 
 def weights_digest(weights: Weights, blueprint: Blueprint, mesh: Mesh) -> str:

@@ -16,7 +16,8 @@ from jaxthd.planning.model_flops import model_flops
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.padding import PaddingWatch
 from jaxthd.run.supplier import Run, Say, Stepped, Supplier
-from jaxthd.steps.reference import is_cached
+from jaxthd.steps.forward import objective_of
+from jaxthd.steps.reference import has_reference, is_cached
 from jaxthd.steps.reference_scores import make_with_scores
 from jaxthd.steps.state import TrainState
 from jaxthd.training.cached_reference import CachedReference
@@ -34,7 +35,8 @@ class DocumentSupplier(Supplier):
 
     def __init__(self, run: Run) -> None:
         self._run, config = run, run.config
-        self._with_scores = make_with_scores(run.blueprint, run.mesh)
+        reads_scores = objective_of(run.config).scored or has_reference(run.config)
+        self._with_scores = make_with_scores(run.blueprint, run.mesh) if reads_scores else None
         is_known = config.compute.dtype == "bfloat16"
         self._peak = peak_flops(jax.devices()[0].device_kind) if is_known else None
         self._flops_of = model_flops(config) if self._peak else None
@@ -73,7 +75,7 @@ class DocumentSupplier(Supplier):
         """Trains on the batch that is loaded, and loads the next one meanwhile."""
         run, began, self._current = self._run, time.perf_counter(), self._upcoming
         report = self._current.report
-        on_mesh = self._with_scores(state, self._on_mesh)
+        on_mesh = self._with_scores(state, self._on_mesh) if self._with_scores else self._on_mesh
         if self._train_step is None:
             self._say(f"step {step}: compiling the training step")
             self._train_step = fitting_step(run.blueprint, run.mesh, state, on_mesh, self._say)

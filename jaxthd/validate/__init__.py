@@ -6,9 +6,10 @@ for each subject.
 """
 
 from jaxthd.config import Config
+from jaxthd.config.findings import Finding
 from jaxthd.errors import UserError
 from jaxthd.validate import data, mesh, model, posttraining, training
-from jaxthd.validate.rules import DeviceFacts, Finding, found_by
+from jaxthd.validate.rules import DeviceFacts, found_by
 from jaxthd.validate.values import faulty_values
 
 __all__ = ["RULES", "ConfigError", "DeviceFacts", "Finding", "findings", "validate"]

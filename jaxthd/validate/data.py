@@ -6,11 +6,11 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxthd.config import Config
-from jaxthd.data.audio.features import SAMPLE_RATE
+from jaxthd.config.findings import Finding, multiples
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.mixing import wrong_weights
 from jaxthd.data.sources.columns import FIELDS, is_column
-from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.validate.rules import DeviceFacts, Finding, multiples, refusals
+from jaxthd.validate.rules import DeviceFacts, refusals
 from jaxthd.validate.values import leaves
 
 _OF_AUDIO = (
@@ -67,15 +67,16 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
     if encoder is None or not data.audio_capacity:
         return
-    slots = -(-encoder.chunk_frames // SUBSAMPLING)
-    for name, seconds, least, what in (
-        ("audio_capacity", data.audio_capacity / 100, slots * SUBSAMPLING, "an encoder chunk"),
-        ("capacity", capacity * SUBSAMPLING / 100, slots, "the tokens"),
+    frames, outputs = encoder.unit
+    slots, what = encoder.units(encoder.longest) * outputs, encoder.longest_setting or encoder.title
+    for name, has, least, of_what in (
+        ("audio_capacity", data.audio_capacity, encoder.longest_taken, "the frames"),
+        ("capacity", capacity / outputs * frames, slots, "the tokens"),
     ):
         if getattr(data, name) < least:
             yield Finding(
-                f"data.{name} is {getattr(data, name)}: recordings over {seconds} s are skipped",
-                f"{least} or more, {what} of {encoder.chunk_seconds} s (model.encoder.chunk_seconds)",
+                f"data.{name} is {getattr(data, name)}: recordings over {encoder.seconds(has)} s are skipped",
+                f"{least} or more, {of_what} of the longest piece ({what})",
                 f"raise data.{name} if there are such recordings",
                 is_warning=True,
             )
@@ -171,7 +172,7 @@ def _audio(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
     if encoder is None:
         return
-    augment, masks, mels = data.augment, data.spec_augment, encoder.num_mels
+    augment, masks, mels = data.augment, data.spec_augment, encoder.width
     if any(not 0.5 <= speed <= 2 for speed in augment.speed):
         found = f"data.augment.speed is {augment.speed}"
         yield Finding(found, "speeds from 0.5 to 2", "set it to 0.9 1.0 1.1, for example")
@@ -196,10 +197,14 @@ def _audio(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             found = f"data.spec_augment.{name} is ({count}, {width:g})"
             yield Finding(found, f"the number of masks, and {expected}", f"correct data.spec_augment.{name}")
     count, width = masks.freq
-    if count > 0 and width >= mels:
+    if count > 0 and not encoder.has_bands:
+        found = f"data.spec_augment.freq is ({count}, {width}) with the front end {encoder.title}"
+        expected = "0 masks over bands, because the numbers of its frames are no bands of a spectrum"
+        yield Finding(found, expected, f"set data.spec_augment.freq to 0 {width}")
+    elif count > 0 and width >= mels:
         yield Finding(
-            f"data.spec_augment.freq is ({count}, {width}) with {mels} mel bands",
-            "fewer bands than model.encoder.num_mels, because a mask could cover every band",
+            f"data.spec_augment.freq is ({count}, {width}) with {mels} bands",
+            "fewer bands than the features have, because a mask could cover every band",
             f"set data.spec_augment.freq to {count} {mels // 3}, for example",
         )
 

@@ -2,15 +2,14 @@
 
 import math
 from collections.abc import Iterator
-from operator import attrgetter
 
 from jaxthd.config import Config
-from jaxthd.models.mixers import LAYER_KINDS
+from jaxthd.config.findings import Finding, divisors, multiples
 from jaxthd.models.stacks import pipeline_stages
 from jaxthd.packing.assignment import LEAST_CHUNK
 from jaxthd.parallel.experts import expert_sharding
 from jaxthd.parallel.schedule import make_schedule
-from jaxthd.validate.rules import DeviceFacts, Finding, divisors, multiples
+from jaxthd.validate.rules import DeviceFacts
 
 
 def _devices(config: Config, device: DeviceFacts) -> Iterator[Finding]:
@@ -47,21 +46,27 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"set data.capacity to {multiples(capacity, unit)}",
         )
     layout, splits = config.compute.layout, config.compute.context_splits
-    for letter, whose, name, taps in (
-        ("M", "Mamba2's", "mamba_conv", llm.mamba_conv),
-        ("D", "the delta rule's", "delta.conv", llm.delta.conv),
-    ):
-        if layout == "buffer" and letter in llm.kinds and capacity // unit < taps - 1:
+    for where, block in llm.each_block:
+        taps = block.taps
+        if layout == "buffer" and capacity // unit < taps - 1:
             yield Finding(
                 f"a context chunk, data.capacity / (2 * context), holds {capacity // unit} tokens",
-                f"{taps - 1} or more, because {whose} convolution of {taps} taps looks that far back",
+                f"{taps - 1} or more, because {where} has a convolution of {taps} taps, which looks that far "
+                "back",
                 f"set data.capacity to {unit * (taps - 1)} or more, or lower mesh.context",
             )
-        if layout == "whole" and splits > 0 and letter in llm.kinds and taps - 1 > LEAST_CHUNK:
+        if layout == "whole" and splits > 0 and taps - 1 > LEAST_CHUNK:
             yield Finding(
-                f'model.llm.{name} is {taps} with compute.context_layout "whole"',
+                f'{where} has a convolution of {taps} taps with compute.context_layout "whole"',
                 f"at most {LEAST_CHUNK + 1}, because a split document's context chunks may be as short as "
                 f"{LEAST_CHUNK} tokens",
+                "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
+                "compute.context_splits to 0",
+            )
+        if layout == "whole" and splits > 0 and not block.splits_documents:
+            yield Finding(
+                f'{where} is {block.title} with compute.context_layout "whole"',
+                "blocks that take documents that context ranks share",
                 "set compute.context_layout to buffer, or, if no document exceeds a context rank's share, "
                 "compute.context_splits to 0",
             )
@@ -70,30 +75,23 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _tensor_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks that tensor ranks take equal parts of the width of each kind of block."""
     llm, ranks = config.model.llm, config.mesh.tensor
-    for letters, name in (
-        ("*WL", "q_heads"),
-        ("M", "mamba_heads"),
-        ("D", "delta.value_heads"),
-        ("-", "ffn_dim"),
-        ("E", "expert_dim"),
-        ("E", "shared_expert_dim"),
-    ):
-        size = attrgetter(name)(llm)
-        if set(letters) & set(llm.kinds) and size % ranks:
-            yield Finding(
-                f"mesh.tensor is {ranks} with model.llm.{name} {size}",
-                f"a divisor of {size}, because every rank takes equally many",
-                f"set mesh.tensor to {divisors(size, ranks)}, or model.llm.{name} to "
-                f"{multiples(size, ranks)}",
-            )
-    for letters, name in (("*W", "kv_heads"), ("M", "mamba_groups"), ("D", "delta.key_heads")):
-        size = attrgetter(name)(llm)
-        if set(letters) & set(llm.kinds) and size % ranks and ranks % size:
-            yield Finding(
-                f"mesh.tensor is {ranks} with model.llm.{name} {size}",
-                f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share one",
-                f"set mesh.tensor to {divisors(size, ranks)} or {size * (ranks // size + 1)}",
-            )
+    for where, block in llm.each_block:
+        for name, size in block.equal_sizes().items():
+            if size % ranks:
+                yield Finding(
+                    f"mesh.tensor is {ranks} with {where}.{name} {size}",
+                    f"a divisor of {size}, because every rank takes equally many",
+                    f"set mesh.tensor to {divisors(size, ranks)}, or {where}.{name} to "
+                    f"{multiples(size, ranks)}",
+                )
+        for name, size in block.shared_sizes().items():
+            if size % ranks and ranks % size:
+                yield Finding(
+                    f"mesh.tensor is {ranks} with {where}.{name} {size}",
+                    f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share "
+                    "one",
+                    f"set mesh.tensor to {divisors(size, ranks)} or {size * (ranks // size + 1)}",
+                )
     data, context = config.data, config.mesh.context
     tokens = data.rows // config.mesh.data // config.train.microbatches * data.capacity // context
     if config.compute.sequence_sharded and tokens % ranks:
@@ -122,7 +120,7 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if mesh.pipeline == 1:
         return
     try:
-        if not set(llm.pattern) - {*LAYER_KINDS, "|"}:
+        if set(llm.letters) <= set(llm.blocks):
             pipeline_stages(llm, mesh)
     except ValueError as error:
         change = f"put {count - 1} or no | into model.llm.pattern, or lower mesh.pipeline"
@@ -147,16 +145,17 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Warns of experts that the ranks cannot share."""
-    llm, ranks = config.model.llm, config.mesh.data * config.mesh.context
-    if "E" in llm.kinds and ranks > 1 and llm.experts % ranks:
-        sharded = expert_sharding(llm.experts, config.mesh)
-        yield Finding(
-            f"model.llm.experts is {llm.experts} for {ranks} data and context ranks",
-            f"a multiple of {ranks}: experts are sharded over the axes {sharded.axes if sharded else '()'} "
-            "only, the others gather their weights",
-            "change mesh.data or mesh.context, unless they may be gathered",
-            is_warning=True,
-        )
+    ranks = config.mesh.data * config.mesh.context
+    for where, block in config.model.llm.each_block:
+        if ranks > 1 and block.experts_to_share % ranks:
+            sharded = expert_sharding(block.experts_to_share, config.mesh)
+            yield Finding(
+                f"{where} has {block.experts_to_share} experts for {ranks} data and context ranks",
+                f"a multiple of {ranks}: experts are sharded over the axes "
+                f"{sharded.axes if sharded else '()'} only, the others gather their weights",
+                "change mesh.data or mesh.context, unless they may be gathered",
+                is_warning=True,
+            )
 
 
 RULES = (_devices, _buffers, _tensor_ranks, _pipeline, _experts)

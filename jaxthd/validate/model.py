@@ -1,56 +1,29 @@
 """The encoder and the decoder, and how they are computed."""
 
 from collections.abc import Iterator
-from operator import attrgetter
 
 import jax
 
 from jaxthd.config import Config
-from jaxthd.data.audio.features import mel_filterbank
+from jaxthd.config.block import letters_and_titles
+from jaxthd.config.findings import Finding, divisors
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.models.adapt import trained
-from jaxthd.models.mixers import LAYER_KINDS, letters_and_titles
 from jaxthd.ops.attention import contract, te
 from jaxthd.ops.attention.thd import unfit_shape
 from jaxthd.ops.backend import version_numbers
 from jaxthd.ops.pallas_launch import CAPABILITY_LEAST
-from jaxthd.ops.rotary import rotated_features
 from jaxthd.ops.scan.pallas import why_unfit
-from jaxthd.packing.document import SUBSAMPLING
-from jaxthd.validate.rules import DeviceFacts, Finding, divisors, multiples, shapes_of
+from jaxthd.validate.rules import DeviceFacts, shapes_of
 
 # --- the encoder ---
 
 
 def _encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Checks sizes that the encoder divides."""
+    """Checks the front end's settings."""
     encoder = config.model.encoder
-    if encoder is None:
-        return
-    mels, dim, heads, taps = encoder.num_mels, encoder.dim, encoder.heads, encoder.conv_kernel
-    try:
-        mel_filterbank(mels)
-    except ValueError as error:
-        yield Finding(str(error), "bands wide enough for the spectrum", "set model.encoder.num_mels to 128")
-    if mels % SUBSAMPLING:
-        yield Finding(
-            f"model.encoder.num_mels is {mels}",
-            f"a multiple of {SUBSAMPLING}, because three convolutions halve the bands",
-            f"set model.encoder.num_mels to {multiples(mels, SUBSAMPLING)}",
-        )
-    if dim % 2:
-        expected = "an even number, because half of the position encoding are sines, half cosines"
-        yield Finding(f"model.encoder.dim is {dim}", expected, f"set model.encoder.dim to {dim + 1}")
-    if dim % heads:
-        yield Finding(
-            f"model.encoder.dim is {dim} with {heads} heads",
-            f"a multiple of model.encoder.heads ({heads})",
-            f"set model.encoder.dim to {multiples(dim, heads)}, or change model.encoder.heads",
-        )
-    if taps % 2 == 0:
-        expected = "an odd number, because there are as many taps before a frame as after it"
-        change = f"set model.encoder.conv_kernel to {taps - 1} or {taps + 1}"
-        yield Finding(f"model.encoder.conv_kernel is {taps}", expected, change)
+    if encoder is not None:
+        yield from encoder.faults("model.encoder")
 
 
 # --- the decoder ---
@@ -59,21 +32,37 @@ def _encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 def _patterns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks the letters of the blocks, multi-token prediction, and the vocabulary."""
     llm = config.model.llm
-    unknown = sorted(set(llm.pattern) - {*LAYER_KINDS, "|"})
+    letters = (
+        f"one letter a block of {', '.join(llm.blocks)} (model.llm.blocks), or of {letters_and_titles()}"
+    )
+    unknown = sorted(set(llm.letters) - set(llm.blocks))
     if unknown or not llm.letters:
         holds = f"holds {', '.join(unknown)}" if unknown else "is empty"
         yield Finding(
             f"model.llm.pattern {llm.pattern!r} {holds}",
-            f"one letter a block of {letters_and_titles()}, and | between pipeline stages",
+            f"{letters}, and | between pipeline stages",
             "correct model.llm.pattern",
         )
-    unknown = sorted(set(llm.mtp_pattern) - set(LAYER_KINDS))
+    unknown = sorted(set(llm.mtp_pattern) - set(llm.blocks))
     if unknown:
         yield Finding(
             f"model.llm.mtp_pattern {llm.mtp_pattern!r} holds {', '.join(unknown)}",
-            f"one letter a block of {letters_and_titles()}, the blocks of one depth; pipeline stages do not "
-            "divide it",
+            f"{letters}, the blocks of one depth; pipeline stages do not divide it",
             'correct model.llm.mtp_pattern; "*E" is Nemotron-3\'s, "" means none',
+        )
+    odd = sorted(x for x in llm.blocks if len(x) != 1 or x in "|.=" or x.isspace())
+    unused = sorted(set(llm.blocks) - set(llm.kinds) - set(odd))
+    if unused:
+        yield Finding(
+            f"model.llm.blocks has {', '.join(unused)}, which no block of model.llm.pattern is",
+            f"settings of the blocks that it has, {', '.join(llm.kinds)}",
+            "leave them out, or correct model.llm.pattern",
+        )
+    if odd:
+        yield Finding(
+            f"model.llm.blocks has {', '.join(map(repr, odd))}",
+            "one letter for each kind of block, or another mark than | . = and space",
+            "rename them, in model.llm.pattern too",
         )
     if llm.mtp_pattern and 2 * llm.dim % config.mesh.tensor:
         yield Finding(
@@ -101,124 +90,19 @@ def _patterns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
 
 
 def _blocks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Checks settings that some kinds of blocks read; without such blocks they do not matter."""
-    llm, kinds = config.model.llm, set(config.model.llm.kinds)
-    for letters, whole, part, why in (
-        ("*W", "q_heads", "kv_heads", "equally many query heads share each key and value head"),
-        ("M", "mamba_heads", "mamba_groups", "equally many heads share each group's B, C and norm"),
-        ("D", "delta.value_heads", "delta.key_heads", "equally many value heads share each key head"),
-    ):
-        heads, groups = attrgetter(whole, part)(llm)
-        if set(letters) & kinds and heads % groups:
-            yield Finding(
-                f"model.llm.{whole} is {heads} with {part} {groups}",
-                f"a multiple of {groups}, because {why}",
-                f"set model.llm.{whole} to {multiples(heads, groups)}, or model.llm.{part} to a divisor",
-            )
-    low, high = llm.mamba_dt_limit
-    if "M" in kinds and not 0 <= low < high:
-        expected = "0 <= lower < upper, because they clamp a time step"
-        change = "set model.llm.mamba_dt_limit to (0.0, inf), which clamps nothing"
-        yield Finding(f"model.llm.mamba_dt_limit is ({low}, {high})", expected, change)
-    if {*"-E"} & kinds and llm.ffn_form == "clamped_swiglu" and not llm.swiglu_limit:
-        yield Finding(
-            'model.llm.swiglu_limit is 0 with model.llm.ffn_form "clamped_swiglu"',
-            "more than 0, because gates are clamped to at most this number",
-            "set model.llm.swiglu_limit to 7.0, which is GPT-OSS's",
-        )
-    additions = ("qk_norm", "attention_bias", "attention_gate", "attention_sinks")
-    given = [name for name in additions if getattr(llm, name)]
-    if given and not {*"*W"} & kinds:
-        yield Finding(
-            f"model.llm.{' and '.join(given)} with model.llm.pattern {llm.pattern!r}",
-            "a block * or W, because no other has these and they have no effect",
-            f"leave out {', '.join(given)}, or correct model.llm.pattern",
-            is_warning=True,
-        )
-
-
-def _experts(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Checks the routing of experts."""
+    """Checks the settings of each kind of block, and that they agree."""
     llm = config.model.llm
-    groups, most = llm.router_groups, llm.router_groups_per_token
-    if "E" not in llm.kinds:
-        return
-    if llm.experts_per_token > llm.experts:
+    for where, block in llm.each_block:
+        yield from block.faults(where, llm.dim)
+    try:
+        _ = llm.window
+    except ValueError as error:
+        yield Finding(str(error).partition("; ")[0], "one size", "give all blocks with a window the same")
+    if sum(block.routes for _, block in llm.each_block) > 1:
         yield Finding(
-            f"model.llm.experts_per_token is {llm.experts_per_token}",
-            f"at most the {llm.experts} of model.llm.experts",
-            f"set model.llm.experts_per_token to {llm.experts} or less",
-        )
-    if llm.shared_expert_gate and not llm.shared_expert_dim:
-        yield Finding(
-            "model.llm.shared_expert_dim is 0 with model.llm.shared_expert_gate True",
-            "more than 0, because the gate is the shared expert's",
-            "set model.llm.shared_expert_gate to False, or raise model.llm.shared_expert_dim",
-        )
-    least = -(-llm.experts_per_token * groups // llm.experts)
-    if groups > 1 and (llm.experts % groups or llm.experts < 2 * groups):
-        yield Finding(
-            f"model.llm.router_groups is {groups} with {llm.experts} experts",
-            "equal groups of two or more, because a group's score is the sum of its two best experts'",
-            f"set model.llm.router_groups to a divisor of {llm.experts} up to {llm.experts // 2}, or to 1",
-        )
-    elif groups > 1 and not least <= most <= groups:
-        yield Finding(
-            f"model.llm.router_groups_per_token is {most}",
-            f"{least} to {groups}: of the {groups} groups, as many as hold a token's {llm.experts_per_token} "
-            "experts",
-            f"set model.llm.router_groups_per_token to {max(least, min(most, groups))}",
-        )
-
-
-def _rope(config: Config, device: DeviceFacts) -> Iterator[Finding]:
-    """Checks the rotary embedding."""
-    llm, rope, where = config.model.llm, config.model.llm.rope, "model.llm.rope"
-    if not rope.theta and rope.scaling != "none":
-        yield Finding(
-            f"model.llm.rope.scaling is {rope.scaling!r} with theta 0",
-            "a theta, because without one nothing is rotated and the scaling has no effect",
-            "give model.llm.rope.theta as config.json has it (rope_theta), or no model.llm.rope.scaling",
-            is_warning=True,
-        )
-    if not rope.theta:
-        return
-    # Multi-head latent attention rotates features of its own.
-    features = rotated_features(rope, llm.head_dim)
-    if {*"*W"} & set(llm.kinds) and (features % 2 or not 0 < features <= llm.head_dim):
-        yield Finding(
-            f"{where}.fraction is {rope.fraction}, which is {features} of model.llm.head_dim's features",
-            f"an even number from 2 to {llm.head_dim}, because pairs are rotated",
-            f"change {where}.fraction or model.llm.head_dim",
-        )
-    dim = llm.latent_attention.qk_rope_head_dim
-    features = rotated_features(rope, dim)
-    if "L" in llm.kinds and (features % 2 or not 0 < features <= dim):
-        yield Finding(
-            f"model.llm.latent_attention.qk_rope_head_dim is {dim}, of which {features} features are rotated",
-            f"an even number from 2 to {dim}, because pairs are rotated",
-            f"set model.llm.latent_attention.qk_rope_head_dim to {multiples(dim, 2)}, and rotate all of them",
-        )
-    if rope.theta <= 1 or rope.factor < 1:
-        yield Finding(
-            f"{where}.theta is {rope.theta} and factor {rope.factor}",
-            "theta above 1 (or 0 for no rotary embedding) and factor 1 or more",
-            f"correct {where}.theta and {where}.factor",
-        )
-    if rope.scaling in ("yarn", "llama3") and rope.original_positions <= 0:
-        yield Finding(
-            f"{where}.original_positions is {rope.original_positions} with scaling {rope.scaling!r}",
-            "more than 0, the positions of the pre-training",
-            f"set {where}.original_positions as config.json has it (original_max_position_embeddings)",
-        )
-    ends = {"yarn": ("beta_slow", "beta_fast"), "llama3": ("low_freq_factor", "high_freq_factor")}
-    names = ends.get(rope.scaling, ())
-    low, high = [getattr(rope, name) for name in names] or (1.0, 2.0)
-    if not 0 < low < high:
-        yield Finding(
-            f"{where} has {' and '.join(names)} {low} and {high}",
-            "the first less than the second and both above 0, because they are the ends of a ramp",
-            f"correct {where}",
+            f"model.llm.blocks {', '.join(x for x in llm.blocks if llm.blocks[x].routes)} route tokens",
+            "one kind of block that does, because its load is told by layer",
+            "give all layers with experts one letter",
         )
 
 
@@ -245,10 +129,8 @@ def _attention_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]
     backend, capability, llm = config.compute.attention_backend, device.compute_capability, config.model.llm
     found = f'compute.attention_backend is "{backend}"'
     change = "set compute.attention_backend to auto or xla"
-    dims = [llm.latent_attention.kernel_head_dim] if "L" in llm.kinds else []
-    if not dims or set("*W") & set(llm.kinds):
-        dims.append(llm.head_dim)
-    heads = (contract.AttentionShape(config.compute.dtype, llm.q_heads, llm.kv_heads, dim) for dim in dims)
+    sizes = [x for x in (block.attention(1) for _, block in llm.each_block) if x]
+    heads = (contract.AttentionShape(config.compute.dtype, x.heads, x.kv_heads, x.kernel_dim) for x in sizes)
     reason = next(filter(None, (unfit_shape(shape, device.platform) for shape in heads)), None)
     if backend in ("te", "cudnn") and reason:
         yield Finding(f"{found}, but {reason}", "a back-end that can run here", change)
@@ -261,7 +143,7 @@ def _attention_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]
                 change,
                 is_warning=capability is None,
             )
-    used = {"attention_backend": set("*LW") & set(llm.kinds), "encoder_attention": config.model.encoder}
+    used = {"attention_backend": sizes, "encoder_attention": config.model.encoder}
     for field in (field for field, is_used in used.items() if is_used and device.platform == "cpu"):
         if getattr(config.compute, field) == "pallas":
             expected = "a GPU, because a CPU interprets these kernels, slowly"
@@ -271,13 +153,14 @@ def _attention_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]
 
 def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks that the scan kernels can run here, and take its shape."""
-    llm = config.model.llm
-    if config.compute.scan_backend != "pallas" or "M" not in llm.kinds:
+    sizes = [x for x in (block.scan(1) for _, block in config.model.llm.each_block) if x]
+    if config.compute.scan_backend != "pallas" or not sizes:
         return
     found, change = 'compute.scan_backend is "pallas"', "set compute.scan_backend to xla"
-    unfit = why_unfit(config.compute.blocks.scan, llm.mamba_head_dim, llm.mamba_state, config.compute.dtype)
+    chunk, dtype = config.compute.blocks.scan, config.compute.dtype
+    unfit = next(filter(None, (why_unfit(chunk, x.head_dim, x.state, dtype) for x in sizes)), None)
     if unfit:
-        expected = "powers of two from 16 up for mamba_head_dim and mamba_state, and"
+        expected = "powers of two from 16 up for head_dim and state of model.llm.blocks, and"
         expected += " compute.dtype float32 or bfloat16"
         yield Finding(f"{found}, but {' and '.join(unfit)}", expected, f"{change}, or change these")
     elif device.platform == "cpu":
@@ -291,4 +174,4 @@ def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)
 
 
-RULES = (_encoder, _patterns, _blocks, _experts, _rope, _dtype, _attention_kernels, _scan_kernels)
+RULES = (_encoder, _patterns, _blocks, _dtype, _attention_kernels, _scan_kernels)

@@ -5,12 +5,13 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxthd.config import Config
+from jaxthd.config.findings import Finding
 from jaxthd.errors import UserError
 from jaxthd.objectives import OBJECTIVES, Objective, make_objective
 from jaxthd.objectives.answers import draws_answers, needs_mismatched
 from jaxthd.objectives.grpo import GRPO
 from jaxthd.validate import mesh
-from jaxthd.validate.rules import DeviceFacts, Finding, found_by
+from jaxthd.validate.rules import DeviceFacts, found_by
 
 
 def _objective(config: Config) -> Objective | None:

@@ -2,11 +2,12 @@
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.config.findings import Finding
 from jaxthd.errors import UserError
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.parallel.mesh import device_platform
@@ -47,18 +48,6 @@ class DeviceFacts:
         )
 
 
-class Finding(NamedTuple):
-    """A fault of a configuration: what was found, expected, and to be changed. An error unless is_warning."""
-
-    found: str
-    expected: str
-    change: str
-    is_warning: bool = False
-
-    def __str__(self) -> str:
-        return f"{self.found}; expected {self.expected}: {self.change}"
-
-
 Rule = Callable[[Config, DeviceFacts], Iterable[Finding]]
 """A rule finds faults and doubts about one subject, of a configuration whose single values are sound."""
 
@@ -77,18 +66,6 @@ def refusals(read: Callable[[], Any]) -> Iterator[Finding]:
         found, _, rest = str(error).partition("; expected ")
         expected, _, change = rest.rpartition(": ")
         yield Finding(found, expected, change)
-
-
-def multiples(value: int, unit: int) -> str:
-    """The multiples of unit next to value, without 0, such as "8 or 16"."""
-    below = value // unit * unit
-    return f"{below} or {below + unit}" if below else str(unit)
-
-
-def divisors(size: int, at_most: int) -> str:
-    """The divisors of size up to at_most, such as "1, 2 or 4"."""
-    found = [str(n) for n in range(1, at_most + 1) if size % n == 0]
-    return " or ".join(filter(None, (", ".join(found[:-1]), found[-1])))
 
 
 def shapes_of(config: Config, tensor: int = 1) -> SpeechLM | None:

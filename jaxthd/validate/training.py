@@ -7,6 +7,7 @@ from importlib.util import find_spec
 import jax
 
 from jaxthd.config import Config
+from jaxthd.config.findings import Finding, multiples
 from jaxthd.models.adapt import (
     fp8_projections,
     matches,
@@ -20,7 +21,7 @@ from jaxthd.objectives import make_objective
 from jaxthd.ops.backend import version_numbers
 from jaxthd.steps.optimizer_kinds import optimizer_kind
 from jaxthd.validate.posttraining import draws
-from jaxthd.validate.rules import DeviceFacts, Finding, multiples, refusals, shapes_of
+from jaxthd.validate.rules import DeviceFacts, refusals, shapes_of
 
 MOST_PROFILED = 20
 """More steps than this in a profile are warned of: it has every operation of every step."""
@@ -77,9 +78,9 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if device.platform == "gpu" and capability and version_numbers(capability) < (8, 9):
         where = f"{device.kind} (compute capability {capability})"
         yield Finding(f"compute.fp8 on {where}", "8.9 or more", change)
-    if config.compute.fp8_experts and "E" not in llm.letters + llm.mtp_pattern:
+    if config.compute.fp8_experts and not any(block.routes for _, block in llm.each_block):
         found = 'compute.fp8 has "experts" with a model without experts'
-        yield Finding(found, "layers E", 'leave "experts" out of compute.fp8')
+        yield Finding(found, "layers with experts", 'leave "experts" out of compute.fp8')
     if patterns and find_spec("qwix") is None:
         change = "pip install 'jaxthd[fp8]', or set compute.fp8 to ()"
         yield Finding("compute.fp8 is set and qwix is not installed", "that package", change)

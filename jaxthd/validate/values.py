@@ -4,13 +4,14 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import is_dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, get_args, get_origin
 
-from jaxthd.config import Config
+from jaxthd.config import Block, Blocks, Config
+from jaxthd.config.findings import Finding
+from jaxthd.config.listing import hints_of
 from jaxthd.config.values import Range
 from jaxthd.ops.attention import backends as attention_backends
 from jaxthd.ops.scan import backends as scan_backends
-from jaxthd.validate.rules import Finding
 
 _SEEDS = ("data.seed", "train.seed")
 """Settings that random generators take as 32 bits; other integers reach arrays of int32."""
@@ -30,9 +31,12 @@ def faulty_values(config: Config) -> list[Finding]:
 
 def leaves(node: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
     """(dotted path, annotation, value) of every setting. A group that is None is a setting itself."""
-    for name, hint in get_type_hints(type(node), include_extras=True).items():
+    for name, hint in hints_of(type(node)).items():
         value = getattr(node, name)
-        if is_dataclass(value) and _has_type(value, hint):
+        if isinstance(value, Blocks) and all(isinstance(each, Block) for each in value.values()):
+            for letter, block in value.items():
+                yield from leaves(block, f"{prefix}{name}.{letter}.")
+        elif is_dataclass(value) and _has_type(value, hint):
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield prefix + name, hint, value
@@ -83,6 +87,11 @@ def _has_type(value: Any, hint: Any) -> bool:
         return value in get_args(hint)
     if isinstance(hint, UnionType):
         return any(_has_type(value, one) for one in get_args(hint))
+    if get_origin(hint) is dict:
+        key, each = get_args(hint)
+        return isinstance(value, dict) and all(
+            isinstance(x, key) and isinstance(y, each) for x, y in value.items()
+        )
     if get_origin(hint) is tuple:
         hints = get_args(hint)
         if not isinstance(value, tuple):

@@ -74,7 +74,7 @@ def test_other_settings_and_another_template_are_said(capsys: pytest.CaptureFixt
     say_other_settings(RUN, {})
     say_other_template(RUN, DataConfig(), DataConfig(capacity=7))
     assert not capsys.readouterr().err
-    say_other_settings(RUN, {"model.llm.window": (128, 256)})
-    assert "model.llm.window: 128 there, 256 here" in capsys.readouterr().err
+    say_other_settings(RUN, {"model.llm.blocks.W.window": (128, 256)})
+    assert "model.llm.blocks.W.window: 128 there, 256 here" in capsys.readouterr().err
     say_other_template(RUN, DataConfig(), DataConfig(template="chatml"))
     assert "data.template: 'plain' there, 'chatml' here" in capsys.readouterr().err

@@ -17,11 +17,12 @@ import pytest
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
 from tests.helpers import filled_state
-from tests.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from tests.meshes.models import deepseek, gpt_oss, qwen3, qwen3_next
 
 ROOT = Path(__file__).parents[2]
 PAGE, EXAMPLE = ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "examples" / "orbax_only.py"
@@ -31,39 +32,32 @@ LLM = LLMConfig(
     pattern="MEM*-*",
     vocab_size=97,
     dim=16,
-    q_heads=6,
-    kv_heads=3,
-    head_dim=10,
-    ffn_dim=36,
-    mamba_heads=4,
-    mamba_head_dim=11,
-    mamba_state=13,
-    mamba_conv=3,
-    experts=7,
-    expert_dim=9,
-    shared_expert_dim=15,
+    blocks={
+        "*": Attention(heads=6, kv_heads=3, head_dim=10),
+        "-": MLP(inner=36),
+        "M": Mamba2(heads=4, head_dim=11, state=13, conv=3),
+        "E": MoE(experts=7, inner=9, shared_inner=15),
+    },
 )
-FUTURE = LLMConfig(
-    **vars(LLM) | {"latent_dim": 12, "mtp_pattern": "*E", "mtp_depths": 3, "mtp_shared": False}
-)
+FUTURE = replace(LLM.with_settings("E", latent=12), mtp_pattern="*E", mtp_depths=3, mtp_shared=False)
 CONFIGS = {
     "plain": Config(model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14, adapter_bias=True)),
     "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
     "Qwen3": Config(
         model=ModelConfig(
             encoder=None,
-            llm=replace(LLM, **QWEN3 | {"pattern": "*-*E", "shared_expert_dim": 22, "attention_bias": True}),
+            llm=qwen3(LLM, "*-*E").with_settings("E", shared_inner=22).with_settings("*", bias=True),
         )
     ),
     "GPT-OSS": Config(
         model=ModelConfig(
             encoder=None,
-            llm=replace(LLM, **GPT_OSS | {"pattern": "W-*E", "shared_expert_dim": 22, "qk_norm": True}),
+            llm=gpt_oss(LLM, "W-*E").with_settings("E", shared_inner=22).with_settings("*W", qk_norm=True),
         )
     ),
-    "DeepSeek-V3": Config(model=ModelConfig(encoder=None, llm=replace(LLM, **DEEPSEEK))),
+    "DeepSeek-V3": Config(model=ModelConfig(encoder=None, llm=deepseek(LLM))),
     "Qwen3-Next": Config(
-        model=ModelConfig(encoder=None, llm=replace(LLM, **QWEN3_NEXT | {"pattern": "D-*E"})),
+        model=ModelConfig(encoder=None, llm=qwen3_next(LLM, "D-*E")),
     ),
     "LoRA": Config(
         model=ModelConfig(encoder=ENCODER, llm=LLM), adapt=AdaptConfig(lora_rank=5, lora_targets=("*",))
@@ -105,15 +99,16 @@ def documented() -> dict[str, str]:
 
 def expected_shape(name: str, shape: str, config: Config) -> list[int]:
     model = config.model
-    n = ENCODER.layers
+    n, block = ENCODER.layers, None
     if "/layers/" in name:
         letter = LETTERS[name.split("/layers/")[1].split("/")[0]]
         is_future = "/mtp/" in name
+        block = model.llm.blocks[letter]
         n = (model.llm.mtp_pattern if is_future else model.llm.pattern).count(letter)
         n *= model.llm.mtp_modules if is_future else 1
     elif "/mtp/" in name:
         n = model.llm.mtp_modules
-    names = SimpleNamespace(n=n, encoder=ENCODER, llm=model.llm, adapter_dim=model.adapter_dim)
+    names = SimpleNamespace(n=n, encoder=ENCODER, llm=model.llm, block=block, adapter_dim=model.adapter_dim)
     return eval(shape, vars(names))
 
 

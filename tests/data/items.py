@@ -11,6 +11,7 @@ import numpy as np
 
 from jaxthd.data.skipped import Skipped
 from jaxthd.packing.document import Document
+from tests.clips import clip_of
 from tests.packing.test_pack import AUDIO, MELS, random_document
 
 SOURCE = range(41)
@@ -26,7 +27,7 @@ def load(item: int, epoch: int) -> Document | Skipped:
     if item in (LOUD, WIDE):
         frames = {LOUD: [400, 400], WIDE: [136, 136, 136]}[item]
         clip = [np.ones((n, MELS), np.float32) for n in frames]
-        return Document.splice(f"item-{item}", [AUDIO, 3], [False, True], [clip], AUDIO)
+        return Document.splice(f"item-{item}", [AUDIO, 3], [False, True], [clip_of(clip)], AUDIO)
     return random_document(np.random.default_rng(item), f"item-{item}", chunk_frames=100)
 
 

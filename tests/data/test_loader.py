@@ -20,6 +20,7 @@ from jaxthd.data.loader import make_loader
 from jaxthd.data.packer import PackDocuments
 from jaxthd.data.stream import epochs_of
 from jaxthd.data.workers import Workers
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.document import Document
 from tests.data.items import BROKEN, LONG, LOUD, SOURCE, WIDE, draw, fail, load, quiet
 from tests.packing.test_pack import AUDIO, MELS, supervision
@@ -55,8 +56,8 @@ def test_one_epoch_holds_every_document_once(packing, context, tensor):
     loader = make_loader([SOURCE], load, config, repeat=False, on_skip=skipped.__setitem__)
     steps = list(loader)
     assert sorted(flat(keys_by_row(steps))) == GOOD
-    expected = {BROKEN: "broken", LONG: "200 token slots", LOUD: "800 mel frames"}
-    expected[WIDE] = "[136, 136, 136] mel frames exceed the model's longest of 104"
+    expected = {BROKEN: "broken", LONG: "200 token slots", LOUD: "800 audio frames"}
+    expected[WIDE] = "[136, 136, 136] audio frames exceed the front end's longest of 104"
     assert set(skipped) == {f"item-{i}" for i in expected}
     for item, reason in expected.items():
         assert reason in skipped[f"item-{item}"]
@@ -65,11 +66,11 @@ def test_one_epoch_holds_every_document_once(packing, context, tensor):
         assert most <= (1 if packing == "padded" else 5)
         assert batch.segment_ids.max() == most
         assert batch.tokens.shape == (3, 128)
-        assert batch.mels.shape == (3, 512, MELS)
+        assert batch.features.shape == (3, 512, MELS)
         assert report.documents == sum(len(keys) for keys in report.keys)
         assert report.real_tokens == (batch.segment_ids > 0).sum()
         assert report.supervised_tokens == batch.weights.sum()
-        assert report.audio_seconds == pytest.approx(batch.mel_mask.sum() / 100)
+        assert report.audio_seconds == pytest.approx(batch.frame_mask.sum() / 100)
         assert report.capacity_tokens == 3 * 128
         assert report.imbalance >= 1.0
     with pytest.raises(StopIteration):
@@ -107,7 +108,7 @@ def test_the_audio_arrays_are_as_long_as_the_mesh_needs():
     same."""
     for mesh, frames in (((1, 1), 504), ((2, 1), 512), ((2, 2), 512), ((4, 2), 512), ((2, 8), 512)):
         loader = make_loader([SOURCE], load, settings(*mesh, audio_capacity=500), on_skip=quiet)
-        assert next(loader)[0].mels.shape == (3, frames, MELS)
+        assert next(loader)[0].features.shape == (3, frames, MELS)
         assert loader.get_state()["identity"]["audio_capacity"] == 500
 
 
@@ -200,7 +201,7 @@ def test_the_plugin_drops_into_a_grain_pipeline():
         capacity=128,
         audio_capacity=512,
         max_documents=4,
-        num_mels=MELS,
+        front_end=FastConformer(num_mels=MELS),
         on_skip=lambda key, _: seen.append(key),
     )
     mapped = grain.MapDataset.source(SOURCE).map(lambda i: load(i, 0) if i != BROKEN else None)
@@ -231,8 +232,8 @@ def test_without_audio_capacity_documents_with_recordings_are_skipped():
     documents = [load(item, 0) for item in SOURCE if item not in (BROKEN, LONG)]
     rows = list(grain.MapDataset.source(documents).pipe(pack))
     packed = {key for row in rows for key in row.report.keys}
-    assert packed == {d.key for d in documents if not d.chunks}
-    assert set(skipped) == {d.key for d in documents if d.chunks}
+    assert packed == {d.key for d in documents if not d.pieces}
+    assert set(skipped) == {d.key for d in documents if d.pieces}
     assert set(skipped.values()) == {"it holds a recording, and audio_capacity is 0"}
     assert not any(row.batch.has_audio for row in rows)
 
@@ -397,7 +398,7 @@ def test_what_cannot_work_is_refused():
         make_loader([SOURCE], load, settings(3, audio_capacity=480))
     with pytest.raises(ValueError, match="must be at least 1"):
         make_loader([SOURCE], load, settings(max_documents=0))
-    pack = PackDocuments(capacity=8, audio_capacity=0, max_documents=1, num_mels=MELS)
+    pack = PackDocuments(capacity=8, audio_capacity=0, max_documents=1)
     object.__setattr__(pack, "packing", "worst_fit")  # as it comes without the tests' type checks
     with pytest.raises(ValueError, match="'worst_fit'; choose"):
         pack.__post_init__()

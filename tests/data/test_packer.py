@@ -25,6 +25,7 @@ from jaxthd.data.shards import data_shard, shard_of
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch, concatenate_rows, with_rows
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -36,7 +37,12 @@ WINDOW = 16
 
 
 PACK = PackDocuments(
-    capacity=128, audio_capacity=512, max_documents=4, num_mels=MELS, window=WINDOW, on_skip=quiet
+    capacity=128,
+    audio_capacity=512,
+    max_documents=4,
+    front_end=FastConformer(num_mels=MELS),
+    window=WINDOW,
+    on_skip=quiet,
 )
 GOOD = sorted(f"item-{i}" for i in SOURCE if i not in (BROKEN, LONG, LOUD))
 
@@ -247,8 +253,8 @@ def test_a_loop_that_is_not_ours_learns() -> None:
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "buffer": {},
-    "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole", "longest_chunk": 512},
-    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "longest_chunk": 512, "splits": 2},
+    "two ranks": {"context": 2, "audio_ranks": 2, "layout": "whole"},
+    "four ranks": {"context": 4, "audio_ranks": 4, "layout": "whole", "splits": 2},
 }
 
 

@@ -182,7 +182,7 @@ def test_each_answer_is_what_the_template_writes_of_it_alone(tmp_path: Path, tem
     make = SpeechDocuments(config, tokenizer, train=False)
     pair = make(Example("a", turns, BOTH), 0)
     assert isinstance(pair, Document)
-    assert len(pair.chunks) == 2 * len(clips)
+    assert len(pair.pieces) == 2 * len(clips)
     end = PromptTemplate(config.data, tokenizer).end_id
     for text, answer, sign in zip(("one two", "won too"), alone(pair), (1, -1), strict=True):
         whole = make(Example("a", (*turns, Turn("assistant", (text,)))), 0)
@@ -314,7 +314,7 @@ def test_a_policys_recordings_are_neither_dithered_nor_masked(folder: Path, tmp_
         Example("t", (Turn("user", (Clip(folder / "audio.tar", 0.0, 0.5),)),), BOTH), 0
     )
     assert isinstance(made, Skipped), "the tar file itself is no recording"
-    plain = np.unique(batch.mels[batch.mel_mask], axis=0)
+    plain = np.unique(batch.features[batch.frame_mask], axis=0)
     assert len(plain) == 50, "the same frames in every epoch and document"
     assert report.documents > 1
 

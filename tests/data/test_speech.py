@@ -42,12 +42,12 @@ def document(config: Config, example: Example, epoch: int = 0, *, train: bool = 
 
 
 def features(made: Document) -> np.ndarray:
-    return np.concatenate(made.chunks)
+    return np.concatenate([piece.features for piece in made.pieces])
 
 
 def test_a_document_is_prompt_audio_and_supervised_transcript(clips: tuple[Clip, Clip]):
     made = document(CONFIG, utterance(clips[0]))
-    assert [len(c) for c in made.chunks] == [100, 100, 50]
+    assert [len(piece.features) for piece in made.pieces] == [100, 100, 50]
     assert made.is_audio.sum() == 13 + 13 + 7
     text = made.tokens[~made.is_audio].tolist()
     answer = [*TOKENIZER.encode("hello"), TOKENIZER.eos_id]
@@ -64,13 +64,13 @@ def test_a_conversation_holds_its_recordings_in_order_and_supervises_every_answe
         Turn("assistant", ("two",)),
     )
     made = document(CONFIG, Example("c", turns))
-    assert [len(c) for c in made.chunks] == [50, 100, 100, 50, 50]
+    assert [len(piece.features) for piece in made.pieces] == [50, 100, 100, 50, 50]
     runs = np.diff(np.flatnonzero(np.diff(made.is_audio.astype(int), prepend=0, append=0)))[::2]
     assert runs.tolist() == [7, 33, 7]
     ends = [TOKENIZER.eos_id]
     expected = [*TOKENIZER.encode("one"), *ends, *TOKENIZER.encode("two"), *ends]
     assert made.tokens[made.supervised].tolist() == expected
-    np.testing.assert_array_equal(made.chunks[0], made.chunks[-1])
+    np.testing.assert_array_equal(made.pieces[0].features, made.pieces[-1].features)
 
 
 def test_a_prompt_is_how_a_document_begins_with_recordings_from_files_or_memory(clips: tuple[Clip, Clip]):

@@ -6,13 +6,13 @@ import time
 import numpy as np
 import pytest
 
-from jaxthd.data.audio.features import log_mel
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.sources import synthetic
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.errors import UserError
+from jaxthd.models.front_ends.log_mel import log_mel
 from jaxthd.rl.rewards.values import equals
 from tests.data.sets import read_manifest
 from tests.rl.rewards.groups import group

@@ -32,6 +32,11 @@ unset by `no-` or `False` (`--mesh.no-fsdp`, `--mesh.fsdp False`). The defaults 
 `jaxthd train configs/cp2.py --help data` lists a group with the values that the file gives; `--help-all`
 lists all groups. Settings that cannot work are refused before
 anything is loaded, with what to change (`jaxthd/validate/`).
+
+The settings of a decoder's block are named by its letter in the pattern. Each kind stands here under the
+letter that it usually has; `W` is attention in a window of 128 tokens. A model has options for the letters of
+its pattern, and a shell wants quotes around a star: `--model.llm.blocks.'*'.heads 8`. Of the front ends under
+`model.encoder`, a model has the options of the one that its config file chose.
 """
 METRICS_HEAD = """\
 # Metrics
@@ -93,7 +98,7 @@ def reference() -> str:
         lines += [
             f"## {group.path}",
             "",
-            f"`{group.kind}`. {_markdown(group.text)}",
+            f"`{group.kind.__name__}`. {_markdown(group.text)}",
             "",
             "| setting | type | default | meaning |",
             "|---|---|---|---|",

@@ -127,13 +127,13 @@ def test_the_lines_that_the_page_about_data_shows_can_be_read(tmp_path: Path) ->
     assert all(json.loads(line) for line in shown)
 
 
-PARTS = {"context", "conv", "encoder", "experts"}
+PARTS = {"context", "conv", "encoder", "experts", "gate"}
 """Settings whose one-word names are parts of a model or a mesh, too."""
 
 
 def denied(page: str) -> list[str]:
     """Returns the options that a page's tables deny although all words of a setting's name are in theirs."""
-    last = [set(re.split(r"[-.]", name.rpartition(".")[2])) for name in settings()]
+    last = [set(re.split(r"[-.]", name.rpartition(".")[2])) for name in settings() if name[-1].isalnum()]
     rows = [row.split("|") for row in page.splitlines() if re.search(r"\bdo(es)? not exist\b", row)]
     options = [option for row in rows for option in re.findall(r"`([^`]+)`", row[1])]
     words = {option: set(re.split(r"[-._*: ]", option.lower())) for option in options}

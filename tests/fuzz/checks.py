@@ -133,7 +133,7 @@ def check(
         with make_loader([examples], load, config, **options) as loader:
             for batch, report in loader:
                 keys += [key for row in report.keys for key in row]
-                if not np.isfinite(batch.mels).all():
+                if not np.isfinite(batch.features).all():
                     outcome.violations.append(f"{title}: features that are not finite, in {report.keys}")
     except TimeoutError:
         outcome.violations.append(f"{title}: {traceback.format_exc()}")

@@ -66,7 +66,8 @@ def misnames(example: Example, epoch: int) -> Any:
 def not_finite(example: Example, epoch: int) -> Any:
     made = LOAD(example, epoch)
     assert not isinstance(made, Skipped)
-    return replace(made, chunks=tuple(np.full_like(chunk, np.nan) for chunk in made.chunks))
+    pieces = (piece._replace(features=np.full_like(piece.features, np.nan)) for piece in made.pieces)
+    return replace(made, pieces=tuple(pieces))
 
 
 @pytest.mark.parametrize(

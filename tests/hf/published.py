@@ -19,12 +19,13 @@ from safetensors.numpy import load_file, save_file
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
+from jaxthd.files.tensor_names import Tensor
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
-from jaxthd.hf.names import Tensor
-from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
+from tests.clips import clip_of
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
@@ -98,9 +99,9 @@ class Published(NamedTuple):
         mels = self.arrays.get(f"mels.{number}")
         is_audio = tokens == (47 if mels is not None else -1)
         supervised = np.arange(len(tokens)) > (np.flatnonzero(is_audio)[-1] if is_audio.any() else 0)
-        chunks = () if mels is None else (mels,)
-        assert is_audio.sum() == sum(encoder_frames(len(x)) for x in chunks)
-        return Document(str(number), tokens, is_audio, supervised, chunks)
+        chunks = [] if mels is None else [mels]
+        assert is_audio.sum() == sum(-(-(len(x)) // 8) for x in chunks)
+        return Document(str(number), tokens, is_audio, supervised, tuple(clip_of(chunks)))
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The library's gradients by jaxthd's names."""
@@ -118,8 +119,8 @@ class Published(NamedTuple):
         batch, _ = pack_row(
             documents,
             capacity=CAPACITY,
-            audio_capacity=AUDIO if any(d.chunks for d in documents) else 0,
-            num_mels=self.config.model.audio_encoder.num_mels,
+            audio_capacity=AUDIO if any(d.pieces for d in documents) else 0,
+            front_end=self.config.model.audio_encoder,
             max_documents=8,
             order_seed=None,
         )

@@ -16,6 +16,7 @@ from safetensors.numpy import save_file
 
 from jaxthd.checkpoints.weights import load_weights, named_weights, start_state
 from jaxthd.config import AdaptConfig, Config, PostTrainingConfig, RopeConfig, TrainConfig
+from jaxthd.config.listing import value_at
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import read_config
@@ -117,7 +118,7 @@ def test_sizes_are_read_off_the_tensors(folder, tmp_path):
     config = json.loads((bare / "config.json").read_text())
     assert "text_config" not in config
     (bare / "config.json").write_text(json.dumps(config | {"pretrained_llm": "Qwen/Qwen3-4B-Instruct-2507"}))
-    assert model_config(bare).llm.rope.theta == 5e6
+    assert value_at(model_config(bare).llm, "blocks.*.rope.theta") == 5e6
     (bare / "config.json").write_text(json.dumps(config | {"pretrained_llm": "Qwen/Qwen3-9B"}))
     with pytest.raises(UserError, match=r"'Qwen/Qwen3-9B' and no text_config"):
         open_checkpoint(bare)
@@ -161,26 +162,28 @@ def test_a_lora_whose_other_settings_are_empty_is_plain(folder, tmp_path):
 def test_an_export_has_the_name_of_an_llm_of_its_settings(folder):
     """NeMo takes the sizes, the rotary base and the epsilon of the LLM from its name."""
     family, model = open_checkpoint(folder).family, model_config(folder)
-    four = {"dim": 2560, "pattern": "*-" * 36, "vocab_size": 151936, "q_heads": 32, "kv_heads": 8}
-    llm = replace(model.llm, **four, head_dim=128, ffn_dim=9728)
+    llm = replace(model.llm, dim=2560, pattern="*-" * 36, vocab_size=151936)
+    four = llm.with_settings("*", heads=32, kv_heads=8, head_dim=128).with_settings("-", inner=9728)
 
-    def name(**changes: Any) -> str:
-        return family.fields(replace(model, llm=replace(llm, **changes)))["pretrained_llm"]
+    def name(letters: str = "", **changes: Any) -> str:
+        """letters: of the blocks whose settings change; "": the decoder's do."""
+        llm = four.with_settings(letters, **changes) if letters else replace(four, **changes)
+        return family.fields(replace(model, llm=llm))["pretrained_llm"]
 
     assert name() == "Qwen/Qwen3-4B"
-    assert name(rope=RopeConfig(theta=5e6)) == "Qwen/Qwen3-4B-Instruct-2507"
+    assert name("*", rope=RopeConfig(theta=5e6)) == "Qwen/Qwen3-4B-Instruct-2507"
     assert name(pattern="*-" * 35) == "", "no published one has this size"
-    for changes, said in (
-        ({"rope": RopeConfig(theta=1e4)}, "rope_theta: 10000.0, not 1000000.0"),
-        ({"rope": RopeConfig(theta=1e6, scaling="linear", factor=2.0)}, "rope_scaling: {"),
-        ({"norm_eps": 1e-5}, "rms_norm_eps: 1e-05, not 1e-06"),
-        ({"ffn_dim": 9720}, "intermediate_size: 9720, not 9728"),
-        ({"q_heads": 16}, "num_attention_heads: 16, not 32"),
-        ({"vocab_size": 151669}, "vocab_size: 151669, not 151936"),
-        ({"tied_embedding": False}, "tie_word_embeddings: False, not True"),
+    for letters, changes, said in (
+        ("*", {"rope": RopeConfig(theta=1e4)}, "rope_theta: 10000.0, not 1000000.0"),
+        ("*", {"rope": RopeConfig(theta=1e6, scaling="linear", factor=2.0)}, "rope_scaling: {"),
+        ("", {"norm_eps": 1e-5}, "rms_norm_eps: 1e-05, not 1e-06"),
+        ("-", {"inner": 9720}, "intermediate_size: 9720, not 9728"),
+        ("*", {"heads": 16}, "num_attention_heads: 16, not 32"),
+        ("", {"vocab_size": 151669}, "vocab_size: 151669, not 151936"),
+        ("", {"tied_embedding": False}, "tie_word_embeddings: False, not True"),
     ):
         with pytest.raises(UserError, match=f"of the size of Qwen/Qwen3-4B and has .*\n  {said}"):
-            name(**changes)
+            name(letters, **changes)
 
 
 def test_models_that_the_format_cannot_hold_are_refused(folder):

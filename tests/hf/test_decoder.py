@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
-from jaxthd.config import DeltaConfig, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config import LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config.listing import value_at
+from jaxthd.config.values import with_value
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
@@ -17,6 +19,7 @@ from jaxthd.hf.gpt_oss import GPT_OSS
 from jaxthd.hf.qwen3 import QWEN3, QWEN3_MOE
 from jaxthd.hf.qwen3_next import QWEN3_NEXT
 from jaxthd.hf.registry import export_families
+from jaxthd.models.blocks import GatedDelta, Router
 from tests.hf.published import REFERENCES, change_published, tensors, write_published
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -29,6 +32,11 @@ DECODERS: dict[str, Decoder] = {
     "deepseek_v3": DEEPSEEK_V3,
     "moonlight": DEEPSEEK_V3,
 }
+
+
+def of_blocks(llm: LLMConfig, *paths: str) -> tuple[Any, ...]:
+    """Settings of the decoder's blocks, by their paths below these."""
+    return tuple(value_at(llm, f"blocks.{path}") for path in paths)
 
 
 def read(name: str, **changed: Any) -> LLMConfig:
@@ -53,8 +61,8 @@ def test_the_configs_are_those_of_the_published_models(name: str):
 
 def test_what_qwen3s_settings_mean():
     llm = read("qwen3_moe")
-    assert (llm.letters, llm.rope.theta, llm.router) == ("*-*E*-*-*-*E", 1e6, "softmax")
-    assert (llm.shared_expert_dim, llm.tied_embedding) == (0, False)
+    assert (llm.letters, llm.tied_embedding) == ("*-*E*-*-*-*E", False)
+    assert of_blocks(llm, "*.rope.theta", "E.router.scores", "E.shared_inner") == (1e6, "softmax", 0)
     assert QWEN3_MOE.write(llm)["mlp_only_layers"] == [0, 2, 3, 4]
     newer = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "num_local_experts": 128}
     assert read("qwen3_moe", rope_theta=None, num_experts=None, **newer) == llm
@@ -62,10 +70,14 @@ def test_what_qwen3s_settings_mean():
 
 def test_what_qwen3_nexts_settings_mean():
     llm = read("qwen3_next")
-    assert (llm.letters, llm.rope) == ("DEDEDE*EDED-DE*E", RopeConfig(theta=1e7, fraction=0.25))
-    assert llm.delta == DeltaConfig(16, 32, 128, 128, 4)
-    assert (llm.experts, llm.experts_per_token, llm.expert_dim, llm.shared_expert_dim) == (512, 10, 512, 512)
-    assert (llm.norm_zero_centred, llm.attention_gate, llm.shared_expert_gate, llm.qk_norm) == (True,) * 4
+    assert llm.letters == "DEDEDE*EDED-DE*E"
+    assert of_blocks(llm, "*.rope") == (RopeConfig(theta=1e7, fraction=0.25),)
+    delta = GatedDelta(key_heads=16, value_heads=32, key_dim=128, value_dim=128, conv=4)
+    assert llm.blocks["D"] == delta
+    sizes = of_blocks(llm, "E.experts", "E.experts_per_token", "E.inner", "E.shared_inner")
+    assert sizes == (512, 10, 512, 512)
+    assert llm.norm_zero_centred
+    assert of_blocks(llm, "*.gate", "E.shared_gate", "*.qk_norm") == (True,) * 3
     again = QWEN3_NEXT.write(llm)
     assert (again["mlp_only_layers"], again["partial_rotary_factor"]) == ([5], 0.25)
     dense = read("qwen3_next", num_experts=0)
@@ -76,30 +88,34 @@ def test_what_qwen3_nexts_settings_mean():
 def test_what_gpt_oss_settings_mean():
     llm = read("gpt_oss")
     rope = {"theta": 150000.0, "scaling": "yarn", "factor": 32.0, "original_positions": 4096}
-    assert (llm.letters, llm.rope) == ("WE*E" * 12, RopeConfig(**rope, truncate=False))
+    assert llm.letters == "WE*E" * 12
+    assert of_blocks(llm, "*.rope", "W.rope") == (RopeConfig(**rope, truncate=False),) * 2
     # The library's defaults.
     absent = ("layer_types", "rope_scaling", "rope_theta", "swiglu_limit", "attention_bias")
     assert read("gpt_oss", **dict.fromkeys(absent)) == read("gpt_oss", rope_theta=None) == llm
     other = read("gpt_oss", layer_types=["full_attention"] * 24, swiglu_limit=5.0)
-    assert (other.letters, other.swiglu_limit) == ("*E" * 24, 5.0)
+    assert (other.letters, *of_blocks(other, "E.limit")) == ("*E" * 24, 5.0)
+    windows = read("gpt_oss", layer_types=["sliding_attention"] * 24)
+    assert GPT_OSS.read(GPT_OSS.write(windows), LLMConfig()) == windows
 
 
 def test_what_deepseeks_settings_mean():
     """Its own settings are the library's defaults for what is absent; null is none."""
-    llm = read("deepseek_v3")
-    assert (llm.letters, llm.shared_expert_dim) == ("L-" * 3 + "LE" * 58, 2048)
-    assert (read("moonlight").letters, read("moonlight").shared_expert_dim) == ("L-" + "LE" * 26, 2816)
-    assert (llm.mtp_pattern, read("moonlight").mtp_pattern) == ("LE", "")
-    assert DEEPSEEK_V3.write(read("moonlight"))["n_shared_experts"] == 2
-    ungrouped = DEEPSEEK_V3.write(replace(llm, router_groups=1, router_groups_per_token=4))
+    llm, moonlight = read("deepseek_v3"), read("moonlight")
+    assert (llm.letters, *of_blocks(llm, "E.shared_inner")) == ("L-" * 3 + "LE" * 58, 2048)
+    assert (moonlight.letters, *of_blocks(moonlight, "E.shared_inner")) == ("L-" + "LE" * 26, 2816)
+    assert (llm.mtp_pattern, moonlight.mtp_pattern) == ("LE", "")
+    assert DEEPSEEK_V3.write(moonlight)["n_shared_experts"] == 2
+    one_group = {"groups": 1, "groups_per_token": 4}
+    ungrouped = DEEPSEEK_V3.write(with_value(llm, "blocks.E.router", one_group))
     assert (ungrouped["n_group"], ungrouped["topk_group"]) == (1, 1)
     names = ("first_k_dense_replace", "n_group", "n_shared_experts", "q_lora_rank", "topk_group")
     absent = {name: x for name, x in PUBLISHED["deepseek_v3"].items() if name not in names}
     assert DEEPSEEK_V3.read(absent, LLMConfig()) == llm
     none = read("deepseek_v3", **dict.fromkeys(names))
     assert none.letters == "LE" * 61
-    assert (none.router_groups, none.router_groups_per_token) == (1, 1)
-    assert (none.shared_expert_dim, none.latent_attention.q_lora_rank) == (0, 0)
+    assert of_blocks(none, "E.router.groups", "E.router.groups_per_token") == (1, 1)
+    assert of_blocks(none, "E.shared_inner", "L.q_lora_rank") == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -128,37 +144,48 @@ def test_what_jaxthd_does_not_compute_is_refused(name: str, changed: dict[str, A
         read(name, **changed)
 
 
-OTHER_LATENTS = replace(read("deepseek_v3").latent_attention, norm_eps=1e-5)
+ATTENTION = {name: "".join(sorted({*"*WL"} & {*read(name).letters})) for name in DECODERS}
+"""The letters of each model's attention."""
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "said"),
+    ("name", "letters", "changed", "said"),
     [
-        *((name, {"rope": RopeConfig()}, r"theta 0\.0") for name in DECODERS),
-        *((n, {"rope": RopeConfig(1e6, 0.5)}, r"fraction 0\.5") for n in DECODERS if n != "qwen3_next"),
-        ("qwen3_moe", {"pattern": "M*-"}, "pattern is 'M"),
-        ("qwen3_moe", {"pattern": "*-M-"}, "pattern is"),
-        ("qwen3_moe", {"qk_norm": False}, "qk_norm: False"),
-        ("qwen3_moe", {"router": "sigmoid"}, "router: 'sigmoid'"),
-        ("qwen3_moe", {"shared_expert_dim": 8}, "shared_expert_dim: 8"),
-        ("qwen3_next", {"pattern": "DEM-"}, "pattern is 'DEM-'"),
-        ("qwen3_next", {"norm_zero_centred": False}, "norm_zero_centred: False"),
-        ("qwen3_next", {"shared_expert_gate": False}, "shared_expert_gate: False"),
-        ("qwen3_next", {"shared_expert_dim": 0}, "shared_expert_dim is 0"),
-        ("gpt_oss", {"pattern": "WE*-"}, r"with \*-; expected WE, \*E"),
-        ("gpt_oss", {"attention_sinks": False}, "attention_sinks: False"),
-        ("gpt_oss", {"ffn_form": "swiglu"}, "ffn_form: 'swiglu'"),
-        ("deepseek_v3", {"pattern": "LEL-"}, "pattern is 'LEL-'"),
-        ("deepseek_v3", {"pattern": "*-*E"}, "pattern is"),
-        ("deepseek_v3", {"router": "softmax"}, "router: 'softmax'"),
-        ("deepseek_v3", {"shared_expert_dim": 100}, "shared_expert_dim is 100"),
-        ("deepseek_v3", {"ffn_form": "relu2"}, "ffn_form: 'relu2'"),
-        ("deepseek_v3", {"latent_attention": OTHER_LATENTS}, "norm_eps is 1e-05"),
+        *((name, ATTENTION[name], {"rope": RopeConfig()}, r"theta 0\.0") for name in DECODERS),
+        *(
+            (name, ATTENTION[name], {"rope": RopeConfig(1e6, 0.5)}, r"fraction 0\.5")
+            for name in DECODERS
+            if name != "qwen3_next"
+        ),
+        ("qwen3_moe", "", {"pattern": "M*-"}, "pattern is 'M"),
+        ("qwen3_moe", "", {"pattern": "*-M-"}, "pattern is"),
+        ("qwen3_moe", "*", {"qk_norm": False}, r"blocks\.\*\.qk_norm: False"),
+        ("qwen3_moe", "E", {"router": Router()}, r"blocks\.E\.router\.scores: 'sigmoid'"),
+        ("qwen3_moe", "E", {"shared_inner": 8}, r"blocks\.E\.shared_inner: 8"),
+        ("qwen3_next", "", {"pattern": "DEM-"}, "pattern is 'DEM-'"),
+        ("qwen3_next", "", {"norm_zero_centred": False}, "norm_zero_centred: False"),
+        ("qwen3_next", "E", {"shared_gate": False}, "shared_gate: False"),
+        ("qwen3_next", "E", {"shared_inner": 0}, "shared_inner is 0"),
+        ("gpt_oss", "", {"pattern": "WE*-"}, r"with \*-; expected WE, \*E"),
+        ("gpt_oss", "*W", {"sinks": False}, r"blocks\.[*W]\.sinks: False"),
+        ("gpt_oss", "W", {"head_dim": 32}, "one head_dim for all kinds of blocks"),
+        ("gpt_oss", "E", {"form": "swiglu"}, "form: 'swiglu'"),
+        ("deepseek_v3", "", {"pattern": "LEL-"}, "pattern is 'LEL-'"),
+        ("deepseek_v3", "", {"pattern": "*-*E"}, "pattern is"),
+        ("deepseek_v3", "E", {"router": Router(scores="softmax")}, "scores: 'softmax'"),
+        ("deepseek_v3", "E", {"shared_inner": 100}, "shared_inner is 100"),
+        ("deepseek_v3", "-E", {"form": "relu2"}, "form: 'relu2'"),
+        ("deepseek_v3", "L", {"norm_eps": 1e-5}, r"blocks\.L\.norm_eps: 1e-05"),
     ],
 )
-def test_a_model_that_the_format_cannot_hold_is_refused(name: str, changed: dict[str, Any], said: str):
+def test_a_model_that_the_format_cannot_hold_is_refused(
+    name: str, letters: str, changed: dict[str, Any], said: str
+):
+    """letters: of the blocks whose settings change; "": the decoder's do."""
+    llm = read(name)
+    other = llm.with_settings(letters, **changed) if letters else replace(llm, **changed)
     with pytest.raises(UserError, match=said):
-        DECODERS[name].write(replace(read(name), **changed))
+        DECODERS[name].write(other)
 
 
 def test_the_format_follows_from_the_blocks():
@@ -167,7 +194,7 @@ def test_the_format_follows_from_the_blocks():
     assert export_families(ModelConfig(None, dense))[""].title == "Qwen3ForCausalLM"
     assert export_families(ModelConfig(encoder=None))[""].title == "NemotronHForCausalLM"
     with pytest.raises(UserError, match="qk_norm: False"):
-        QWEN3.write(replace(dense, qk_norm=False))
+        QWEN3.write(dense.with_settings("*", qk_norm=False))
 
 
 def test_a_copy_of_a_tied_embedding_is_not_read(tmp_path: Path):

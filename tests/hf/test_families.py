@@ -10,6 +10,7 @@ from jaxthd.errors import UserError
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.parakeet import encoder_config
 from jaxthd.hf.registry import export_families
+from jaxthd.models.blocks import Attention, Mamba2, MoE
 from tests.helpers import assert_same
 from tests.hf.published import DEEPSEEK, LLMS, QWEN, Published, published
 
@@ -52,15 +53,14 @@ def test_settings_that_are_the_librarys_defaults_may_be_absent():
     """As older versions write config.json; and under their older names."""
     fields = {"hybrid_override_pattern": "M*E", "attention_head_dim": 64, "mamba_n_groups": 4}
     llm = NEMOTRON_H.read(fields, LLMConfig())
-    assert (llm.pattern, llm.dim, llm.vocab_size, llm.head_dim, llm.mamba_groups) == (
-        "M*E",
-        4096,
-        131072,
-        64,
-        4,
-    )
-    assert (llm.experts, llm.experts_per_token, llm.latent_dim, llm.mamba_dt_limit) == (8, 2, 0, (0.0, inf))
-    encoder = encoder_config({"num_mel_bins": 128}, EncoderConfig())
+    assert (llm.pattern, llm.dim, llm.vocab_size) == ("M*E", 4096, 131072)
+    attention, mamba, moe = (llm.blocks[letter] for letter in "*ME")
+    assert isinstance(attention, Attention)
+    assert isinstance(mamba, Mamba2)
+    assert isinstance(moe, MoE)
+    assert (attention.head_dim, mamba.groups, mamba.dt_limit) == (64, 4, (0.0, inf))
+    assert (moe.experts, moe.experts_per_token, moe.latent) == (8, 2, 0)
+    encoder = encoder_config({"num_mel_bins": 128}, ModelConfig(encoder=EncoderConfig()))
     assert (encoder.layers, encoder.dim, encoder.num_mels, encoder.linear_bias) == (24, 1024, 128, True)
     with pytest.raises(UserError, match="no 'layer_types'"):
         NEMOTRON_H.read({}, LLMConfig())

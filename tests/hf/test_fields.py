@@ -9,7 +9,7 @@ import pytest
 
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.hf.family import Field, Part, Settings
+from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import FIELDS, check_fields
 from jaxthd.hf.registry import FAMILIES as FORMATS
 from tests.hf.published import BASE, FAMILIES, write_published
@@ -69,15 +69,16 @@ def test_every_field_of_the_tables_is_checked():
             match entry:
                 case str():
                     yield entry
-                case Part(_, inner):
-                    yield from names(inner)
                 case Field(theirs):
                     yield theirs
 
     tables = [x.configure.__closure__[0].cell_contents for x in FORMATS if x.format == "llm"]
     assert tables
     for decoder in tables:
-        assert {*names(decoder.table("E"))} <= FIELDS.keys(), decoder.title
+        of_blocks = [block.settings for block in decoder.blocks.values()]
+        assert of_blocks
+        for table in (decoder.sizes, *of_blocks):
+            assert {*names(table)} <= FIELDS.keys(), decoder.title
 
 
 @pytest.mark.parametrize(

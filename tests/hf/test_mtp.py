@@ -19,6 +19,7 @@ from jaxthd.files.run_folder import read_config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.export import export
 from jaxthd.hf.nemotron_h import NEMOTRON_H
+from jaxthd.models.blocks import Attention, MoE
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
@@ -34,7 +35,11 @@ TEXT = replace(BASE, encoder=None)
 
 def mtp_tensors(llm: LLMConfig, modules: int = 1) -> dict[str, np.ndarray]:
     """Of "*E", by the names and shapes of released checkpoints (vLLM's NemotronHMultiTokenPredictor)."""
-    dim, heads, shared = llm.dim, llm.q_heads * llm.head_dim, llm.kv_heads * llm.head_dim
+    attention, moe = llm.blocks["*"], llm.blocks["E"]
+    assert isinstance(attention, Attention)
+    assert isinstance(moe, MoE)
+    dim = llm.dim
+    heads, shared = (n * attention.head_dim for n in (attention.heads, attention.kv_heads))
     shapes: dict[str, tuple[int, ...]] = {}
     for module in range(modules):
         first, second = (f"mtp.layers.{2 * module + n}" for n in range(2))
@@ -48,16 +53,16 @@ def mtp_tensors(llm: LLMConfig, modules: int = 1) -> dict[str, np.ndarray]:
             f"{first}.mixer.v_proj.weight": (shared, dim),
             f"{first}.mixer.o_proj.weight": (dim, heads),
             f"{second}.norm.weight": (dim,),
-            f"{second}.mixer.gate.weight": (llm.experts, dim),
-            f"{second}.mixer.gate.e_score_correction_bias": (llm.experts,),
-            f"{second}.mixer.shared_experts.up_proj.weight": (llm.shared_expert_dim, dim),
-            f"{second}.mixer.shared_experts.down_proj.weight": (dim, llm.shared_expert_dim),
+            f"{second}.mixer.gate.weight": (moe.experts, dim),
+            f"{second}.mixer.gate.e_score_correction_bias": (moe.experts,),
+            f"{second}.mixer.shared_experts.up_proj.weight": (moe.shared_inner, dim),
+            f"{second}.mixer.shared_experts.down_proj.weight": (dim, moe.shared_inner),
             f"{second}.final_layernorm.weight": (dim,),
         }
-        for expert in range(llm.experts):
+        for expert in range(moe.experts):
             shapes |= {
-                f"{second}.mixer.experts.{expert}.up_proj.weight": (llm.expert_dim, dim),
-                f"{second}.mixer.experts.{expert}.down_proj.weight": (dim, llm.expert_dim),
+                f"{second}.mixer.experts.{expert}.up_proj.weight": (moe.inner, dim),
+                f"{second}.mixer.experts.{expert}.down_proj.weight": (dim, moe.inner),
             }
     rng = np.random.default_rng(0)
     return {
@@ -88,7 +93,7 @@ def test_predictions_are_those_of_the_tensors(tmp_path):
     for number, n in enumerate(LENGTHS):
         tokens, some = rng.integers(1, read.llm.vocab_size, n).astype(np.int32), np.ones(n, bool)
         documents.append(Document(str(number), tokens, ~some, some))
-    sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 8, "max_documents": 8, "order_seed": None}
+    sizes = {"capacity": 32, "audio_capacity": 0, "max_documents": 8, "order_seed": None}
     batch, _ = pack_row(documents, **sizes, depths=2)
     with jax.enable_x64(True):
         weights = load_weights([folder], Blueprint(config), make_mesh(config.mesh))

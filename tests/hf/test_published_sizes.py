@@ -125,7 +125,7 @@ def sizes() -> Iterator[Size]:
     yield Size("Qwen3-Next-80B-A3B", of_config("qwen3_next"), "79.674391296")
     small = of_config("gpt_oss")
     yield Size("GPT-OSS-20B", small, "20.91", "3.6")
-    yield Size("GPT-OSS-120B", replace(small, pattern="WE*E" * 18, experts=128), "116.83")
+    yield Size("GPT-OSS-120B", replace(small.with_settings("E", experts=128), pattern="WE*E" * 18), "116.83")
     yield Size("Moonlight-16B-A3B", of_config("moonlight"), "15.960108544")
     yield Size("DeepSeek-V3", of_config("deepseek_v3"), "671.026404352")
 

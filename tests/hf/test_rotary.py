@@ -12,7 +12,7 @@ import pytest
 from jaxthd.config import RopeConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.rotary import rope_config, rope_fields
-from jaxthd.ops.rotary import frequencies, rotated, rotated_features
+from jaxthd.ops.rotary import frequencies, rotated
 from tests.hf.published import REFERENCES
 
 CASES = json.loads((REFERENCES / "rope.json").read_text())
@@ -21,7 +21,7 @@ CASES = json.loads((REFERENCES / "rope.json").read_text())
 @pytest.mark.parametrize("case", CASES, ids=lambda case: json.dumps(case["fields"])[:60])
 def test_frequencies_are_the_librarys(case: dict[str, Any]):
     rope = rope_config(case["fields"], partial=True)
-    assert rotated_features(rope, case["fields"]["head_dim"]) == case["features"]
+    assert rope.rotated(case["fields"]["head_dim"]) == case["features"]
     np.testing.assert_allclose(frequencies(rope, case["features"]), case["frequencies"], rtol=2e-6)
     assert rope.rotation_factor == pytest.approx(case["factor"], rel=1e-12)
     assert rope_config(rope_fields(rope), partial=True) == rope

@@ -8,6 +8,7 @@ import pytest
 from jaxthd.config import DataConfig
 from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, word_error_rate
 from jaxthd.inference.validation import validation_metrics
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from tests.speech_model import MELS, Spec, document
@@ -62,14 +63,15 @@ def test_a_documents_seconds_are_those_of_its_frames(ranks: int):
     rng = np.random.default_rng(0)
     specs = [Spec(3, (40, 17)), Spec(5), Spec(2, (70,)), Spec(1, (1,)), Spec(4)]
     documents: list[Document] = [document(str(n), spec, rng) for n, spec in enumerate(specs)]
+    front_end = FastConformer(num_mels=MELS)
     batch, report = pack_row(
         documents,
         capacity=64,
         audio_capacity=256,
-        num_mels=MELS,
+        front_end=front_end,
         max_documents=8,
         context=ranks,
         audio_ranks=ranks,
     )
     want = [sum(specs[int(key)].clips) / 100 for key in report.keys]
-    assert seconds_of_documents(batch, 0) == pytest.approx(want)
+    assert seconds_of_documents(batch, 0, front_end) == pytest.approx(want)

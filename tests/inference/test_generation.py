@@ -34,6 +34,8 @@ from jaxthd.inference.generator import (
     for_generation,
     whole_answer,
 )
+from jaxthd.models.blocks import Attention, Mamba2
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import to_stages
 from jaxthd.ops.sampling import Sampling, draw
 from jaxthd.packing.document import Document
@@ -53,13 +55,10 @@ CONFIG = Config(
             pattern="M*M*",
             vocab_size=264,
             dim=16,
-            q_heads=2,
-            kv_heads=2,
-            head_dim=8,
-            mamba_heads=2,
-            mamba_head_dim=8,
-            mamba_state=8,
-            mamba_groups=2,
+            blocks={
+                "*": Attention(heads=2, kv_heads=2, head_dim=8),
+                "M": Mamba2(heads=2, head_dim=8, state=8, groups=2),
+            },
         ),
     ),
     compute=ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=16, attention=32)),
@@ -127,7 +126,12 @@ def next_token() -> Any:
     jitted = jax.jit(program)
 
     def of(document: Document, *how: Any) -> int:
-        sizes = {"capacity": 192, "audio_capacity": 480, "num_mels": 16, "max_documents": 1}
+        sizes = {
+            "capacity": 192,
+            "audio_capacity": 480,
+            "front_end": FastConformer(num_mels=16),
+            "max_documents": 1,
+        }
         batch, _ = pack_row([document], **sizes, order_seed=None)
         return int(jitted(*weights(), batch, len(document) - 1, *how))
 
@@ -166,7 +170,7 @@ def _alone(conversations: list[Example], settings: dict[str, Any]) -> list[list[
                 np.append(document.tokens, np.int32(token)),
                 np.append(document.is_audio, False),
                 np.append(document.supervised, False),
-                document.chunks,
+                document.pieces,
             )
         answers.append(answer)
     return answers

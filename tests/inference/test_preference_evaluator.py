@@ -10,6 +10,7 @@ import pytest
 from jaxthd.checkpoints.weights import Weights, start_state
 from jaxthd.config import Config, DataConfig, LLMConfig, ModelConfig, TrainConfig
 from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.models.blocks import Attention
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.score import score_line, score_manifest
@@ -52,7 +53,7 @@ def test_held_out_pairs_are_measured_as_their_scores_say(tmp_path: Path, objecti
         ),
         model=ModelConfig(
             encoder=None,
-            llm=LLMConfig(pattern="*-", dim=16, q_heads=2, kv_heads=1, head_dim=8),
+            llm=LLMConfig(pattern="*-", dim=16, blocks={"*": Attention(heads=2, kv_heads=1, head_dim=8)}),
         ),
         train=TrainConfig(
             objective=objective,

@@ -32,7 +32,7 @@ def test_every_answer_has_one_place_and_its_page_stays_until_it_ends(
                 assert (page, taken) == (PAGES, {})
                 continue
             assert sum(fits[number].slots for number in new) <= limits.capacity
-            assert sum(sum(fits[number].chunk_frames) for number in new) <= limits.audio_capacity
+            assert sum(sum(fits[number].piece_frames) for number in new) <= limits.audio_capacity
             assert new == sorted(new)
             pages[rank][page] = new
             assert {(held.prompt, held.sample) for held in taken.values()} == {

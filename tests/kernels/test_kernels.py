@@ -21,7 +21,8 @@ from jaxthd.config import (
 from jaxthd.errors import UserError
 from jaxthd.kernels import choose
 from jaxthd.kernels.admission import Kernel, Verdict
-from jaxthd.kernels.choose import LARGE_KERNELS, attention_shape, scan_shape, using, with_admitted
+from jaxthd.kernels.choose import LARGE_KERNELS, attention_shapes, scan_shapes, using, with_admitted
+from jaxthd.models.blocks import Mamba2
 from jaxthd.ops.attention import blockwise, pallas_kernels
 from jaxthd.ops.attention.backends import BACKENDS
 from jaxthd.ops.attention.contract import AttentionBackend
@@ -127,8 +128,8 @@ def test_what_is_not_settled_is_not_guessed():
 
 def test_the_shape_is_that_of_a_tensor_rank():
     config = replace(Config(), mesh=MeshConfig(tensor=4))
-    llm = replace(config.model.llm, q_heads=32, kv_heads=2, head_dim=64)
-    shape = attention_shape(replace(config, model=replace(config.model, llm=llm)))
+    llm = config.model.llm.with_settings("*", heads=32, kv_heads=2, head_dim=64)
+    (shape,) = attention_shapes(replace(config, model=replace(config.model, llm=llm)))
     assert (shape.q_heads, shape.kv_heads, shape.head_dim) == (8, 1, 64)
 
 
@@ -136,7 +137,7 @@ def test_the_shape_is_of_a_rank_s_buffers_of_a_microbatch():
     data = DataConfig(rows=8, capacity=128, max_documents=5)
     train = replace(Config().train, microbatches=2)
     config = replace(Config(), mesh=MeshConfig(data=2, context=4), data=data, train=train)
-    shape = attention_shape(config)
+    (shape,) = attention_shapes(config)
     assert (shape.tokens, shape.documents) == (2 * 128 // 4, 2 * 5)
 
 
@@ -178,7 +179,9 @@ REFUSED = {"te": (64, 96)}
 def test_auto_is_for_all_attention_of_the_decoder(pattern: str, want: str, said: list[str], asked: list[Ask]):
     lines: list[str] = []
     dim = 96 if "L" in pattern else 32
-    llm = replace(LLMConfig(), pattern=pattern, experts=2, q_heads=4, kv_heads=2, head_dim=dim)
+    llm = LLMConfig(pattern=pattern)
+    llm = llm.with_settings("".join({*"*W"} & {*pattern}), heads=4, kv_heads=2, head_dim=dim)
+    llm = llm.with_settings("".join({"E"} & {*pattern}), experts=2)
     found = with_admitted(asking(attention_backend="auto", llm=llm), lines.append).compute.attention_backend
     assert found == want
     assert len(lines) == len(said)
@@ -205,7 +208,7 @@ def test_auto_of_the_encoder_on_each_platform(
 
 
 GPU = Machine("gpu", "NVIDIA H100", 1, "9.0", "0.10.2", "0.10.2", "3.11.7", 12090, 91600, "570.1", None)
-SMALL = LLMConfig(mamba_heads=2, mamba_groups=1, mamba_head_dim=16, mamba_state=16)
+SMALL = LLMConfig(blocks={"M": Mamba2(heads=2, groups=1, head_dim=16, state=16)})
 
 
 @pytest.fixture
@@ -297,7 +300,7 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     sizes: MeshConfig, layout: Any, want: Any, monkeypatch: pytest.MonkeyPatch
 ):
     """The shape is what the mixer passes to the scan when a step is traced."""
-    llm = replace(SMALL, pattern="M", dim=32, vocab_size=264, mamba_heads=16, mamba_groups=4)
+    llm = replace(SMALL, pattern="M", dim=32, vocab_size=264).with_settings("M", heads=16, groups=4)
     encoder = EncoderConfig(num_mels=16, layers=1, dim=16, heads=8, ffn_dim=16, subsampling_channels=8)
     model = replace(Config().model, encoder=encoder, llm=llm)
     data = DataConfig(rows=1, capacity=256, audio_capacity=0, round_to=16, max_documents=4)
@@ -311,7 +314,7 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
         scanned.add((x.shape[1], b.shape[1], size, own.context > 1))
         return scan(inputs, segments, chunk=chunk, backend=backend)
 
-    monkeypatch.setattr("jaxthd.models.mixers.mamba2.scan", recorded)
+    monkeypatch.setattr("jaxthd.models.blocks.mamba2.scan", recorded)
     mesh = make_mesh(sizes)
     state = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
@@ -322,7 +325,7 @@ def test_the_scan_s_shape_is_what_a_rank_scans(
     step.trace(state, abstract_batch(config))
     assert scanned == {want}
     heads, groups, chunk, states_enter = want
-    assert scan_shape(config) == ScanShape("float32", heads, groups, 16, 16, chunk, states_enter)
+    assert scan_shapes(config) == [ScanShape("float32", heads, groups, 16, 16, chunk, states_enter)]
 
 
 SHORT = EncoderConfig(num_mels=16, layers=1, dim=32, heads=2, ffn_dim=16, chunk_seconds=0.5)

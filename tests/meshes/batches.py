@@ -7,11 +7,13 @@ from functools import partial
 import numpy as np
 
 from jaxthd.config import Config
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.assignment import Placement, Shares, Size
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
+from tests.clips import clip_of
 from tests.meshes.models import MELS, VOCAB
 from tests.meshes.runs import FILLED, MICROBATCHES, MOST_DOCUMENTS
 
@@ -43,7 +45,11 @@ def documents(seed: int = 0, *, fills: bool = False) -> list[list[Document]]:
             mels = [[rng.normal(size=(clip, MELS)).astype(np.float32)]] if clip else []
             if clip:
                 tokens, supervised = [VOCAB - 1, *tokens], [False, *supervised]
-            rows[-1].append(Document.splice(f"{row}.{len(rows[-1])}", tokens, supervised, mels, VOCAB - 1))
+            rows[-1].append(
+                Document.splice(
+                    f"{row}.{len(rows[-1])}", tokens, supervised, [clip_of(clip) for clip in mels], VOCAB - 1
+                )
+            )
     return rows + [[] for _ in range(ROWS - len(rows))]
 
 
@@ -55,7 +61,7 @@ def one_of(documents: Sequence[Document], key: str) -> Document:
         arrays = [getattr(document, name) for document in documents]
         return np.concatenate([*arrays, np.full(more, fill, arrays[0].dtype)])
 
-    chunks = tuple(chunk for document in documents for chunk in document.chunks)
+    chunks = tuple(piece for document in documents for piece in document.pieces)
     return Document(key, joined("tokens", 1), joined("is_audio", 0), joined("supervised", 1), chunks)
 
 
@@ -81,7 +87,7 @@ def batch_for(config: Config, capacity: int = CAPACITY, order: int = 0) -> Batch
             rows[i],
             capacity=capacity,
             audio_capacity=AUDIO,
-            num_mels=MELS,
+            front_end=FastConformer(num_mels=MELS),
             max_documents=MOST_DOCUMENTS,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,

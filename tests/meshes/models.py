@@ -8,13 +8,14 @@ from jaxthd.config import (
     AdaptConfig,
     BlockSizes,
     ComputeConfig,
-    DeltaConfig,
     EncoderConfig,
-    LatentAttentionConfig,
     LLMConfig,
     ModelConfig,
     RopeConfig,
 )
+from jaxthd.config.listing import value_at
+from jaxthd.config.values import with_value
+from jaxthd.models.blocks import MLP, Attention, GatedDelta, LatentAttention, Mamba2, MoE, Router
 
 MELS, VOCAB = 8, 56
 MODEL = ModelConfig(
@@ -25,19 +26,12 @@ MODEL = ModelConfig(
         pattern="ME*-ME*-",
         vocab_size=VOCAB,
         dim=32,
-        q_heads=8,
-        kv_heads=2,
-        head_dim=8,
-        ffn_dim=32,
-        mamba_heads=8,
-        mamba_head_dim=8,
-        mamba_state=8,
-        mamba_groups=2,
-        experts=8,
-        experts_per_token=2,
-        expert_dim=16,
-        shared_expert_dim=16,
-        router_scale=2.5,
+        blocks={
+            "*": Attention(heads=8, kv_heads=2, head_dim=8),
+            "-": MLP(inner=32),
+            "M": Mamba2(heads=8, head_dim=8, state=8, groups=2),
+            "E": MoE(experts=8, experts_per_token=2, inner=16, shared_inner=16, router=Router(scale=2.5)),
+        },
     ),
     adapter_dim=16,
 )
@@ -60,67 +54,64 @@ PREDICTING: tuple[dict[str, Any], ...] = (
     {"pattern": "M*", "mtp_pattern": "M*", "mtp_depths": 2, "mtp_shared": False},
 )
 """Decoders with multi-token prediction."""
-QWEN3: dict[str, Any] = {
-    "pattern": "*E*-*E*-",
-    "rope": RopeConfig(theta=100.0),
-    "qk_norm": True,
-    "ffn_form": "swiglu",
-    "tied_embedding": True,
-    "router": "softmax",
-    "router_scale": 1.0,
-    "shared_expert_dim": 0,
-}
-"""A decoder with Qwen3's blocks."""
-QWEN3_NEXT: dict[str, Any] = {
-    **QWEN3,
-    "pattern": "DE*-DE*-",
-    "rope": RopeConfig(theta=100.0, fraction=0.5),
-    "tied_embedding": False,
-    "norm_zero_centred": True,
-    "attention_gate": True,
-    "delta": DeltaConfig(key_heads=4, value_heads=8, key_dim=6, value_dim=5),
-    "shared_expert_dim": 24,
-    "shared_expert_gate": True,
-}
-"""A decoder with Qwen3-Next's blocks."""
-GPT_OSS: dict[str, Any] = {
-    "pattern": "WE*-WE*-",
-    "window": 5,
-    "attention_sinks": True,
-    "attention_bias": True,
-    "rope": RopeConfig(theta=100.0, scaling="yarn", factor=4.0, original_positions=16, truncate=False),
-    "ffn_form": "clamped_swiglu",
-    "swiglu_limit": 0.8,
-    "ffn_bias": True,
-    "router": "softmax",
-    "router_bias": True,
-    "router_scale": 1.0,
-    "shared_expert_dim": 0,
-}
-"""A decoder with GPT-OSS's blocks, and MLPs of its form."""
-DEEPSEEK: dict[str, Any] = {
-    "pattern": "L-LEL-LE",
-    "rope": RopeConfig(
+LATENT = LatentAttention(
+    q_lora_rank=9,
+    kv_lora_rank=10,
+    qk_nope_head_dim=5,
+    qk_rope_head_dim=6,
+    v_head_dim=7,
+    rope=RopeConfig(
         theta=100.0, scaling="yarn", factor=4.0, original_positions=8, mscale=1.0, mscale_all_dim=0.7
     ),
-    "ffn_form": "swiglu",
-    "experts": 8,
-    "experts_per_token": 3,
-    "router_groups": 4,
-    "router_groups_per_token": 2,
-    "latent_attention": LatentAttentionConfig(
-        q_lora_rank=9, kv_lora_rank=10, qk_nope_head_dim=5, qk_rope_head_dim=6, v_head_dim=7
-    ),
-}
-"""A decoder with DeepSeek-V3's blocks."""
-MIXED: dict[str, Any] = {
-    **QWEN3_NEXT,
-    **GPT_OSS,
-    **DEEPSEEK,
-    "pattern": "DLWE*-",
-    "shared_expert_dim": 24,
-    "rope": replace(DEEPSEEK["rope"], fraction=0.5),
-    "ffn_form": "clamped_swiglu",
-    "router": "sigmoid",
-}
-"""A decoder with all of these families' blocks and options, each once."""
+)
+"""DeepSeek-V3's attention."""
+
+
+def with_pattern(llm: LLMConfig, pattern: str, **settings: Any) -> LLMConfig:
+    """The decoder with another pattern and settings, and without the blocks that it then does not have."""
+    llm = replace(llm, pattern=pattern, **settings)
+    return replace(llm, blocks={x: block for x, block in llm.blocks.items() if x in llm.kinds})
+
+
+def qwen3(llm: LLMConfig, pattern: str = "*E*-*E*-") -> LLMConfig:
+    """The decoder with Qwen3's blocks, of the sizes that its blocks have."""
+    llm = llm.with_settings("*", rope=RopeConfig(theta=100.0), qk_norm=True)
+    llm = llm.with_settings("-E", form="swiglu")
+    llm = llm.with_settings("E", shared_inner=0, router=Router(scores="softmax"))
+    return with_pattern(llm, pattern, tied_embedding=True)
+
+
+def qwen3_next(llm: LLMConfig, pattern: str = "DE*-DE*-") -> LLMConfig:
+    """The decoder with Qwen3-Next's blocks."""
+    delta = GatedDelta(key_heads=4, value_heads=8, key_dim=6, value_dim=5)
+    llm = qwen3(replace(llm, blocks={**llm.blocks, "D": delta}), "DE*-")
+    llm = llm.with_settings("*", rope=RopeConfig(theta=100.0, fraction=0.5), gate=True)
+    llm = llm.with_settings("E", shared_inner=24, shared_gate=True)
+    return with_pattern(llm, pattern, tied_embedding=False, norm_zero_centred=True)
+
+
+def gpt_oss(llm: LLMConfig, pattern: str = "WE*-WE*-") -> LLMConfig:
+    """The decoder with GPT-OSS's blocks, and MLPs of its form."""
+    rope = RopeConfig(theta=100.0, scaling="yarn", factor=4.0, original_positions=16, truncate=False)
+    llm = llm.with_settings("*", rope=rope, sinks=True, bias=True)
+    llm = replace(llm, blocks={**llm.blocks, "W": llm.blocks["*"]}).with_settings("W", window=5)
+    llm = llm.with_settings("-E", form="clamped_swiglu", limit=0.8, bias=True)
+    llm = llm.with_settings("E", shared_inner=0, router=Router(scores="softmax", bias=True))
+    return with_pattern(llm, pattern)
+
+
+def deepseek(llm: LLMConfig, pattern: str = "L-LEL-LE") -> LLMConfig:
+    """The decoder with DeepSeek-V3's blocks, of as many heads as its attention has."""
+    latent = replace(LATENT, heads=value_at(llm, "blocks.*.heads"))
+    llm = replace(llm, blocks={**llm.blocks, "L": latent}).with_settings("-E", form="swiglu")
+    llm = llm.with_settings("E", experts=8, experts_per_token=3)
+    llm = with_value(llm, "blocks.E.router", {"groups": 4, "groups_per_token": 2})
+    return with_pattern(llm, pattern)
+
+
+def mixed(llm: LLMConfig, pattern: str = "DLWE*-") -> LLMConfig:
+    """The decoder with all of these families' blocks and options, each once."""
+    llm = deepseek(gpt_oss(qwen3_next(llm, "DE*-"), "DWE*-"), "DLWE*-")
+    llm = llm.with_settings("*WL", rope=replace(LATENT.rope, fraction=0.5))
+    llm = llm.with_settings("-E", form="clamped_swiglu").with_settings("E", shared_inner=24)
+    return with_pattern(with_value(llm, "blocks.E.router.scores", "sigmoid"), pattern)

@@ -5,23 +5,24 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
-from jaxthd.config import Config, DataConfig, MeshConfig, TrainConfig
+from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, TrainConfig
 from tests.meshes.models import (
     ADAPTED,
     COMPUTE,
-    DEEPSEEK,
-    GPT_OSS,
-    MIXED,
     MODEL,
     PREDICTING,
-    QWEN3,
-    QWEN3_NEXT,
     UNEVEN,
+    deepseek,
+    gpt_oss,
+    qwen3,
+    qwen3_next,
+    with_pattern,
 )
+from tests.meshes.models import mixed as with_all_blocks
 
 Dtype = Literal["float32", "float64"]
-WITHOUT_QUERIES = replace(DEEPSEEK["latent_attention"], q_lora_rank=0)
-"""DeepSeek-V3's attention without a latent for queries."""
+Change = Callable[[LLMConfig], LLMConfig]
+"""Gives the decoder other blocks."""
 MICROBATCHES, MOST_DOCUMENTS = 4, 16
 FILLED = DataConfig(max_documents=1)
 """Of runs in which each row is one document that fills the buffer."""
@@ -77,18 +78,23 @@ def predicting(dtype: Dtype = "float32") -> list[Config]:
     chosen = ((MeshConfig(2, 1, 2, 2), 1, 0), (MeshConfig(1, 2, 2, 1), 0, 0), (MeshConfig(1, 2, 1, 2), 1, 1))
     runs = [(variants(mesh, dtype)[variant], PREDICTING[number]) for mesh, variant, number in chosen]
     return [
-        with_ctc(replace(run, model=replace(run.model, llm=replace(run.model.llm, **settings))))
+        with_ctc(replace(run, model=replace(run.model, llm=with_pattern(run.model.llm, **settings))))
         for run, settings in runs
     ]
 
 
-FAMILIES: dict[str, tuple[dict[str, Any], ...]] = {
-    "qwen3": (QWEN3,) * 3,
-    "qwen3_next": (QWEN3_NEXT,) * 3,
-    "gpt_oss": (GPT_OSS,) * 3,
-    "deepseek": (DEEPSEEK, DEEPSEEK | {"latent_attention": WITHOUT_QUERIES}, DEEPSEEK),
+def without_query_latents(llm: LLMConfig) -> LLMConfig:
+    """DeepSeek-V3's blocks without a latent for queries."""
+    return deepseek(llm).with_settings("L", q_lora_rank=0)
+
+
+FAMILIES: dict[str, tuple[Change, ...]] = {
+    "qwen3": (qwen3,) * 3,
+    "qwen3_next": (qwen3_next,) * 3,
+    "gpt_oss": (gpt_oss,) * 3,
+    "deepseek": (deepseek, without_query_latents, deepseek),
 }
-"""Settings of the decoder in each run with a family's blocks."""
+"""The change of the decoder in each run with a family's blocks."""
 CHOSEN = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))
 """(mesh, variant) of these runs. They cover interleaved, sequence-sharded stages and gathered keys;
 experts over data and context with a ring; more context ranks. In the last one each of 4 context ranks has a
@@ -101,8 +107,8 @@ def of_family(name: str, dtype: Dtype = "float32") -> list[Config]:
     """Runs with the blocks of a family."""
     chosen = REACHING if name == "gpt_oss" else CHOSEN
     return [
-        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=replace(MODEL.llm, **settings)))
-        for (mesh, variant), settings in zip(chosen, FAMILIES[name], strict=True)
+        replace(variants(mesh, dtype)[variant], model=replace(MODEL, llm=change(MODEL.llm)))
+        for (mesh, variant), change in zip(chosen, FAMILIES[name], strict=True)
     ]
 
 
@@ -111,19 +117,19 @@ def whole(dtype: Dtype = "float32") -> list[Config]:
     context ranks with tensor ranks; interleaved and unlike stages; GPT-OSS blocks;
     future tokens with a CTC loss; Qwen3-Next blocks."""
     of_ring, of_gather = "ring", "all_gather"
-    chosen: tuple[tuple[MeshConfig, int, Any, dict[str, Any]], ...] = (
-        (MeshConfig(2, 2, 1, 2), 0, of_ring, {}),
-        (MeshConfig(1, 4, 1, 2), 1, of_ring, {}),
-        (MeshConfig(1, 2, 2, 2), 1, of_gather, {}),
-        (MeshConfig(1, 4, 2, 1), 0, of_ring, {}),
-        (MeshConfig(2, 4, 1, 1), 0, of_ring, GPT_OSS),
-        (MeshConfig(2, 2, 1, 1), 0, of_ring, PREDICTING[0]),
-        (MeshConfig(2, 2, 1, 2), 0, of_ring, QWEN3_NEXT),
+    chosen: tuple[tuple[MeshConfig, int, Any, Change | None], ...] = (
+        (MeshConfig(2, 2, 1, 2), 0, of_ring, None),
+        (MeshConfig(1, 4, 1, 2), 1, of_ring, None),
+        (MeshConfig(1, 2, 2, 2), 1, of_gather, None),
+        (MeshConfig(1, 4, 2, 1), 0, of_ring, None),
+        (MeshConfig(2, 4, 1, 1), 0, of_ring, gpt_oss),
+        (MeshConfig(2, 2, 1, 1), 0, of_ring, partial(with_pattern, **PREDICTING[0])),
+        (MeshConfig(2, 2, 1, 2), 0, of_ring, qwen3_next),
     )
     found = []
-    for mesh, variant, exchange, llm in chosen:
+    for mesh, variant, exchange, change in chosen:
         run = variants(mesh, dtype)[variant]
-        model = replace(MODEL, llm=replace(run.model.llm, **llm))
+        model = replace(MODEL, llm=change(run.model.llm) if change else run.model.llm)
         compute = replace(run.compute, context_layout="whole", context_exchange=exchange)
         run = replace(run, compute=compute, model=model)
         found.append(with_ctc(run) if run.model.llm.mtp_pattern else run)
@@ -179,8 +185,8 @@ def unlike(dtype: Dtype = "float32") -> list[Config]:
 
 def mixed(dtype: Dtype = "float32") -> list[Config]:
     """A run with the blocks of all families: experts over data and context, a ring."""
-    llm = replace(MODEL.llm, **MIXED)
-    return [replace(variants(MeshConfig(2, 2, 1, 2), dtype)[0], model=replace(MODEL, llm=llm))]
+    model = replace(MODEL, llm=with_all_blocks(MODEL.llm))
+    return [replace(variants(MeshConfig(2, 2, 1, 2), dtype)[0], model=model)]
 
 
 def with_ctc(config: Config) -> Config:

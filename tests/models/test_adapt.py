@@ -31,6 +31,7 @@ from jaxthd.config import (
 from jaxthd.describe import main as describe_main
 from jaxthd.errors import UserError
 from jaxthd.models.adapt import add_lora, dotted, merge_lora, split, trained
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.models.layers import Linear
 from jaxthd.models.speech_lm import Adapter
 from jaxthd.models.stacks import from_stages, to_stages
@@ -53,16 +54,12 @@ MODEL = ModelConfig(
     llm=LLMConfig(
         pattern="ME*-",
         dim=16,
-        q_heads=2,
-        kv_heads=1,
-        head_dim=8,
-        ffn_dim=32,
-        mamba_heads=4,
-        mamba_head_dim=8,
-        mamba_state=8,
-        experts=4,
-        expert_dim=8,
-        shared_expert_dim=16,
+        blocks={
+            "*": Attention(heads=2, kv_heads=1, head_dim=8),
+            "-": MLP(inner=32),
+            "M": Mamba2(heads=4, head_dim=8, state=8),
+            "E": MoE(experts=4, inner=8, shared_inner=16),
+        },
     ),
     adapter_dim=8,
 )

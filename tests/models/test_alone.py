@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -10,50 +11,47 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jaxthd.config import BlockSizes, ComputeConfig, DeltaConfig, EncoderConfig, LLMConfig
-from jaxthd.models.fastconformer import FastConformer
-from jaxthd.models.hybrid import Block, HybridDecoder
-from jaxthd.models.mixers import (
-    LAYER_KINDS,
+from jaxthd.config import BlockSizes, ComputeConfig, EncoderConfig, LLMConfig
+from jaxthd.config.block import usual_blocks
+from jaxthd.models.blocks import (
     MLP,
     Attention,
+    AttentionMixer,
+    DeltaMixer,
     GatedDelta,
-    LatentAttention,
+    LatentAttentionMixer,
     Mamba2,
+    Mamba2Mixer,
     Mixer,
+    MLPMixer,
     MoE,
+    MoEMixer,
     RoutedMixer,
 )
+from jaxthd.models.front_ends.fastconformer.module import FastConformerEncoder
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
+from jaxthd.models.hybrid import Block, HybridDecoder
 from jaxthd.models.mtp import MultiTokenPrediction
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.packing.segments import Segments, segments_of
 from jaxthd.parallel.params import Init
 from tests.helpers import assert_same
-from tests.meshes.models import DEEPSEEK, GPT_OSS, QWEN3, QWEN3_NEXT
+from tests.meshes.models import LATENT, deepseek, gpt_oss, qwen3, qwen3_next
 
 LENGTHS = (7, 1, 12, 3, 5)
 CAPACITY = 32
 DIM = 16
 BLOCK = 8
+ATTENTION, MAMBA = Attention(heads=4, kv_heads=2, head_dim=6), Mamba2(heads=4, head_dim=8, state=8, groups=2)
+PERCEPTRON, EXPERTS = MLP(inner=24), MoE(experts=5, inner=7, shared_inner=9)
 LLM = LLMConfig(
     pattern="ME*-M",
     dim=DIM,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=6,
-    ffn_dim=24,
-    mamba_heads=4,
-    mamba_head_dim=8,
-    mamba_state=8,
-    mamba_groups=2,
-    delta=DeltaConfig(key_heads=2, value_heads=4, key_dim=6, value_dim=5),
-    experts=5,
-    expert_dim=7,
-    shared_expert_dim=9,
+    blocks={"*": ATTENTION, "-": PERCEPTRON, "M": MAMBA, "E": EXPERTS},
     mtp_pattern="*E",
 )
-QWEN3_LLM, GPT_OSS_LLM, DEEPSEEK_LLM = (replace(LLM, **each) for each in (QWEN3, GPT_OSS, DEEPSEEK))
-QWEN3_NEXT_LLM = replace(LLM, **QWEN3_NEXT)
+QWEN3_LLM, QWEN3_NEXT_LLM, GPT_OSS_LLM, DEEPSEEK_LLM = (
+    family(LLM) for family in (qwen3, qwen3_next, gpt_oss, deepseek)
+)
 WINDOW = GPT_OSS_LLM.window
 COMPUTE = ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=6, attention=BLOCK, experts=4))
 PADDING = 30.0
@@ -69,12 +67,15 @@ def depth_output(mtp: MultiTokenPrediction, x_ND: Any, segments: Segments) -> An
 
 
 MODULES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "attention": (Attention, Attention.__call__),
-    "latent attention": (lambda _, *given: LatentAttention(DEEPSEEK_LLM, *given), LatentAttention.__call__),
-    "Mamba2": (Mamba2, Mamba2.__call__),
-    "gated delta rule": (GatedDelta, GatedDelta.__call__),
-    "MLP": (MLP, MLP.__call__),
-    "MoE": (MoE, MoE.__call__),
+    "attention": (partial(AttentionMixer, ATTENTION), AttentionMixer.__call__),
+    "latent attention": (
+        lambda _, *given: LatentAttentionMixer(LATENT, DEEPSEEK_LLM, *given),
+        LatentAttentionMixer.__call__,
+    ),
+    "Mamba2": (partial(Mamba2Mixer, MAMBA), Mamba2Mixer.__call__),
+    "gated delta rule": (partial(DeltaMixer, GatedDelta()), DeltaMixer.__call__),
+    "MLP": (partial(MLPMixer, PERCEPTRON), MLPMixer.__call__),
+    "MoE": (partial(MoEMixer, EXPERTS), MoEMixer.__call__),
     "block": (lambda *given: Block("M", *given), lambda block, x, segments: block(x, segments)[0]),
     "decoder": (HybridDecoder, decoder_output),
     "decoder of Qwen3": (lambda _, *given: HybridDecoder(QWEN3_LLM, *given), decoder_output),
@@ -138,10 +139,10 @@ def test_clips_packed_equal_each_clip_alone():
         mask_A[SUBSAMPLING * start : SUBSAMPLING * start + length] = True
         start += frames
     with jax.enable_x64(True):
-        encoder = FastConformer(config, nnx.Rngs(0), COMPUTE)
+        encoder = FastConformerEncoder(config, nnx.Rngs(0), COMPUTE)
 
         @nnx.jit
-        def run(encoder: FastConformer, mels_AM: Any, mask_A: Any, segments: Segments) -> Any:
+        def run(encoder: FastConformerEncoder, mels_AM: Any, mask_A: Any, segments: Segments) -> Any:
             return encoder(mels_AM, mask_A, segments)[0]
 
         y_ED = run(encoder, mels_AM, mask_A, segments_of(LENGTHS, CAPACITY, block=BLOCK))
@@ -156,7 +157,7 @@ def test_clips_packed_equal_each_clip_alone():
 
 def test_the_defaults_are_enough():
     """Makes the modules as docs/api.md shows."""
-    mixer = Mamba2(LLMConfig(dim=64), nnx.Rngs(0))
+    mixer = Mamba2Mixer(Mamba2(), LLMConfig(dim=64), nnx.Rngs(0))
     segments = segments_of([5, 3])
     gradients = nnx.jit(nnx.grad(lambda m: m(jnp.ones((8, 64)), segments).sum()))(mixer)
     assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(gradients))
@@ -164,17 +165,16 @@ def test_the_defaults_are_enough():
 
 def test_rngs_give_the_draws_of_their_key():
     """Init holds a key stream; nnx.Rngs gives it its first key."""
-    with_rngs = nnx.state(MLP(LLM, nnx.Rngs(3)))
-    with_init = nnx.state(MLP(LLM, Init(nnx.Rngs(3).params())))
+    with_rngs = nnx.state(MLPMixer(PERCEPTRON, LLM, nnx.Rngs(3)))
+    with_init = nnx.state(MLPMixer(PERCEPTRON, LLM, Init(nnx.Rngs(3).params())))
     jax.tree.map(np.testing.assert_array_equal, with_rngs, with_init)
 
 
-@pytest.mark.parametrize("letter", LAYER_KINDS)
-def test_every_kind_of_layer_offers_a_mixer(letter: str):
-    kind = LAYER_KINDS[letter]
-    mixer = nnx.eval_shape(lambda: kind.mixer(LLM, Init(jax.random.key(0)), ComputeConfig()))
-    assert kind.letter == letter
+@pytest.mark.parametrize("letter", usual_blocks())
+def test_every_kind_of_block_offers_a_mixer(letter: str):
+    block = usual_blocks()[letter]
+    mixer = nnx.eval_shape(lambda: block.build(LLM, Init(jax.random.key(0)), ComputeConfig()))
+    assert letter in block.usual()
     assert isinstance(mixer, Mixer)
-    assert isinstance(mixer, RoutedMixer) == (letter == "E")
-    assert kind.cost(LLM) > 0
-    assert kind.cost(replace(LLM, dim=2 * DIM)) > kind.cost(LLM)
+    assert isinstance(mixer, RoutedMixer) == block.routes == (letter == "E")
+    assert block.cost(2 * DIM) > block.cost(DIM) > 0

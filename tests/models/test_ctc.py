@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec
 
 from jaxthd.config import AdaptConfig, Config, DataConfig, MeshConfig, TrainConfig
 from jaxthd.models.ctc import Transcripts, transcripts
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -23,6 +24,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.alone import Parts, parts, states_of
+from tests.clips import clip_of
 from tests.helpers import assert_same, context_mesh
 from tests.speech_model import AUDIO, CAPACITY, CHUNK, COMPUTE, MELS, MODEL, PLACEHOLDER
 from tests.weights import random_state
@@ -67,7 +69,9 @@ def documents() -> list[list[Document]]:
         mels = [rng.normal(size=(n, MELS)).astype(np.float32) for n in frames]
         clips = [np.split(clip, range(CHUNK, len(clip), CHUNK)) for clip in mels]
         tokens = [PLACEHOLDER if c == "." else ord(c.lower()) - ord("a") + 1 for c in text]
-        return Document.splice(key, tokens, [c.isupper() for c in text], clips, PLACEHOLDER)
+        return Document.splice(
+            key, tokens, [c.isupper() for c in text], [clip_of(clip) for clip in clips], PLACEHOLDER
+        )
 
     return [[document(f"{r}.{d}", *one) for d, one in enumerate(row)] for r, row in enumerate(ROWS)]
 
@@ -79,7 +83,7 @@ def pack(config: Config) -> Batch:
             row,
             capacity=CAPACITY,
             audio_capacity=2 * AUDIO,
-            num_mels=MELS,
+            front_end=FastConformer(num_mels=MELS),
             max_documents=MOST,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
@@ -193,7 +197,9 @@ def transcripts_on(context: int) -> tuple[Transcripts, list[np.ndarray]]:
     config = run_config(MeshConfig(context=context))
     mesh, batch = context_mesh(context), pack(config)
     # Audio does not matter here.
-    batch = batch._replace(mels=batch.tokens, mel_mask=batch.tokens, chunk_ids=None, chunk_positions=None)
+    batch = batch._replace(
+        features=batch.tokens, frame_mask=batch.tokens, piece_ids=None, piece_positions=None
+    )
     of_tokens, spec = jax.tree.map(jnp.asarray, batch), PartitionSpec(None, "context")
 
     def rank(batch: Batch) -> Transcripts:

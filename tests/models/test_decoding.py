@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import Config, MeshConfig, ModelConfig
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -97,10 +98,15 @@ def alone(stop_ids: tuple[int, ...], model: ModelConfig = MODEL) -> dict[str, li
                 np.append(tokens, np.array(answer, np.int32)),
                 np.append(is_audio, np.zeros(len(answer), bool)),
                 np.zeros(len(tokens) + len(answer), bool),
-                one.chunks,
+                one.pieces,
             )
             batch, _ = pack_row(
-                [grown], capacity=80, audio_capacity=128, num_mels=MELS, max_documents=1, order_seed=None
+                [grown],
+                capacity=80,
+                audio_capacity=128,
+                front_end=FastConformer(num_mels=MELS),
+                max_documents=1,
+                order_seed=None,
             )
             row = next_token_program(model)(*state("float64", model), batch)[len(grown) - 1]
             answer.append(int(np.argmax(row)))
@@ -240,7 +246,7 @@ def test_pipeline_and_tensor_ranks_decode_together(mesh: MeshConfig):
             row,
             capacity=CAPACITY,
             audio_capacity=AUDIO * mesh.audio_ranks,
-            num_mels=MELS,
+            front_end=FastConformer(num_mels=MELS),
             max_documents=16,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,

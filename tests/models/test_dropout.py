@@ -20,6 +20,7 @@ from jaxthd.config import (
     MeshConfig,
     ModelConfig,
 )
+from jaxthd.models.blocks import MLP, Attention
 from jaxthd.models.dropout import Draws, drawing, dropped, of_layer
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
@@ -32,7 +33,11 @@ from tests.helpers import assert_same
 from tests.weights import random_state
 
 LLM = LLMConfig(
-    pattern="*-*-", vocab_size=64, dim=16, q_heads=4, kv_heads=1, head_dim=8, ffn_dim=32, mtp_pattern="-"
+    pattern="*-*-",
+    vocab_size=64,
+    dim=16,
+    blocks={"*": Attention(heads=4, kv_heads=1, head_dim=8), "-": MLP(inner=32)},
+    mtp_pattern="-",
 )
 CONFIG = Config(
     model=ModelConfig(encoder=None, llm=LLM),
@@ -55,7 +60,6 @@ def rows(context: int, order: tuple[int, ...] = (0, 1, 2, 3)) -> Batch:
     sizes: dict[str, Any] = {
         "capacity": 32,
         "audio_capacity": 0,
-        "num_mels": 0,
         "max_documents": 4,
         "depths": 1,
     }

@@ -12,11 +12,11 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 
-from jaxthd.config import Config, EncoderConfig
+from jaxthd.config import Config, EncoderConfig, ModelConfig
 from jaxthd.hf.parakeet import encoder_config, encoder_tensors
-from jaxthd.models import encoder_attention
-from jaxthd.models.fastconformer import FastConformer
-from jaxthd.packing.document import SUBSAMPLING, encoder_frames
+from jaxthd.models.front_ends.fastconformer import attention as encoder_attention
+from jaxthd.models.front_ends.fastconformer.module import FastConformerEncoder
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
 from tests.helpers import assert_same
@@ -67,7 +67,7 @@ def pack(clips: dict[int, tuple[np.ndarray, np.ndarray]], frames: int, *, gap: i
     spans, at = {}, 0
     for number, (key, (clip, clip_cotangent)) in enumerate(clips.items(), 1):
         at += gap
-        n = encoder_frames(len(clip))
+        n = -(-(len(clip)) // 8)
         mels[at * SUBSAMPLING :][: len(clip)] = clip
         mask[at * SUBSAMPLING :][: len(clip)] = True
         ids[at : at + n], positions[at : at + n] = number, np.arange(n)
@@ -79,7 +79,7 @@ def pack(clips: dict[int, tuple[np.ndarray, np.ndarray]], frames: int, *, gap: i
 def random_clips(lengths: tuple[int, ...], seed: int = 0) -> dict[int, tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(seed)
     return {
-        c: (rng.normal(size=(n, CONFIG.num_mels)), rng.normal(size=(encoder_frames(n), CONFIG.dim)))
+        c: (rng.normal(size=(n, CONFIG.num_mels)), rng.normal(size=(-(-(n) // 8), CONFIG.dim)))
         for c, n in enumerate(lengths)
     }
 
@@ -93,7 +93,7 @@ def shuffled(clips: dict, seed: int = 0) -> dict:
 def encoder64() -> tuple[Any, Any, Any]:
     """(graphdef, parameters, buffers) in float64; no value would hide an error."""
     with jax.enable_x64(True):
-        encoder = FastConformer(CONFIG, Init(jax.random.key(0), jnp.float64))
+        encoder = FastConformerEncoder(CONFIG, Init(jax.random.key(0), jnp.float64))
         graphdef, params, buffers = nnx.split(encoder, nnx.Param, Buffer)
         rng = np.random.default_rng(0)
         params = jax.tree.map(lambda x: x + 0.3 * rng.normal(size=x.shape), params)
@@ -104,16 +104,15 @@ def encoder64() -> tuple[Any, Any, Any]:
 @functools.cache
 def parakeet() -> dict[str, np.ndarray]:
     arrays = load_reference("fastconformer")
-    assert encoder_config(json.loads(str(arrays["config"])), CONFIG) == CONFIG
+    assert encoder_config(json.loads(str(arrays["config"])), ModelConfig(encoder=CONFIG)) == CONFIG
     return arrays
 
 
 def from_parakeet(named: dict[str, np.ndarray]) -> tuple[Any, Any]:
     """(parameters, buffers) from arrays by the library's names; also for gradients or statistics alone."""
     shapes = shapes_of(Config(model=replace(BASE, encoder=CONFIG)))
-    found = arranged(
-        [t for t in encoder_tensors(CONFIG, shapes) if t.slices and t.name in named], named, shapes
-    )
+    tensors = encoder_tensors(ModelConfig(encoder=CONFIG), shapes)
+    found = arranged([t for t in tensors if t.slices and t.name in named], named, shapes)
     trees: tuple[dict[str, Any], dict[str, Any]] = {}, {}
     for name, x in found.items():
         is_buffer = name.endswith((".mean", ".variance"))
@@ -378,7 +377,7 @@ def test_clips_cut_over_ranks_equal_one_device(ranks, rows, form, is_exhaustive,
 
 def test_attention_that_nothing_has_decided_on_is_the_same_over_ranks_and_on_one():
     """Over ranks it was the form for GPUs, which takes more memory: estimates were too high there."""
-    assert FastConformer(CONFIG, nnx.Rngs(0)).attention == "blocks"
+    assert FastConformerEncoder(CONFIG, nnx.Rngs(0)).attention == "blocks"
 
 
 def test_a_batch_without_audio_is_finite_and_leaves_the_statistics():
@@ -409,9 +408,9 @@ def test_memory_grows_linearly():
 
 def test_impossible_sizes_are_refused():
     with pytest.raises(ValueError, match=r"num_mels is 20; it must be a multiple of 8"):
-        FastConformer(EncoderConfig(num_mels=20), Init(jax.random.key(0)))
+        FastConformerEncoder(EncoderConfig(num_mels=20), Init(jax.random.key(0)))
     with pytest.raises(ValueError, match=r"dim 130 is not a multiple of encoder\.heads 4"):
-        FastConformer(EncoderConfig(dim=130), Init(jax.random.key(0)))
+        FastConformerEncoder(EncoderConfig(dim=130), Init(jax.random.key(0)))
     mels, mask, ids, positions, _ = map(jnp.asarray, pack({}, frames=8).arrays)
     with pytest.raises(ValueError, match="56 mel frames for 8 encoder frames"):
         forward(*encoder64(), mels[:56], mask[:56], ids, positions, train=False)

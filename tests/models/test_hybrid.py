@@ -1,6 +1,7 @@
 """Mixers and decoder: packed equals each document alone, on every context size, by ring and by all-gather."""
 
 import functools
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,8 +11,8 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import BlockSizes, ComputeConfig, LLMConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE, Router
 from jaxthd.models.hybrid import Block, HybridDecoder, repeated_units
-from jaxthd.models.mixers import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Init
 from tests.helpers import CAPACITY, CASES, assert_same, on_context, row_arrays, spans, top_k_margins
@@ -22,28 +23,20 @@ DIM = 32
 LLM = LLMConfig(
     pattern="ME*-M",
     dim=DIM,
-    q_heads=4,
-    kv_heads=2,
-    head_dim=6,
-    ffn_dim=24,
-    mamba_heads=4,
-    mamba_head_dim=16,
-    mamba_state=8,
-    mamba_groups=2,
-    experts=5,
-    experts_per_token=2,
-    expert_dim=7,
-    shared_expert_dim=9,
-    router_scale=2.5,
+    blocks={
+        "*": Attention(heads=4, kv_heads=2, head_dim=6),
+        "-": MLP(inner=24),
+        "M": Mamba2(heads=4, head_dim=16, state=8, groups=2),
+        "E": MoE(experts=5, experts_per_token=2, inner=7, shared_inner=9, router=Router(scale=2.5)),
+    },
 )
-LATENT = {"latent_dim": 10, "experts_per_token": 3}
+LATENT = LLM.with_settings("E", latent=10, experts_per_token=3)
 PADDING = 30.0
 """Size of values in padding, against 1 in documents, so that a leak shows."""
 
 
-def settings(exchange: str, **llm: Any) -> tuple[LLMConfig, ComputeConfig]:
-    """(the decoder's config, how it is computed)."""
-    return LLMConfig(**(vars(LLM) | llm)), ComputeConfig(
+def computing(exchange: str) -> ComputeConfig:
+    return ComputeConfig(
         context_exchange=exchange,  # type: ignore[arg-type]
         block_sizes=BlockSizes(scan=6, attention=8, experts=4),
     )
@@ -52,14 +45,11 @@ def settings(exchange: str, **llm: Any) -> tuple[LLMConfig, ComputeConfig]:
 @functools.cache
 def models(exchange: str) -> dict[str, tuple[nnx.GraphDef, Any, Any]]:
     """Name -> (structure, parameters, buffers) of every mixer and of a decoder with all of them."""
-    (llm, compute), (latent, _) = settings(exchange), settings(exchange, **LATENT)
+    compute = computing(exchange)
     makers = {
-        "M": lambda init: Mamba2(llm, init, compute),
-        "*": lambda init: Attention(llm, init, compute),
-        "-": lambda init: MLP(llm, init, compute),
-        "E": lambda init: MoE(llm, init, compute),
-        "E latent": lambda init: MoE(latent, init, compute),
-        "ME*-M": lambda init: HybridDecoder(llm, init, compute),
+        **{x: lambda init, x=x: LLM.blocks[x].build(LLM, init, compute) for x in "M*-E"},
+        "E latent": lambda init: LATENT.blocks["E"].build(LATENT, init, compute),
+        "ME*-M": lambda init: HybridDecoder(LLM, init, compute),
     }
     made = {}
     for seed, (name, make) in enumerate(makers.items()):
@@ -238,7 +228,7 @@ def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
     """Compared with applying block after block by hand; outputs and gradients, float64."""
     pattern = "*-*----"
     assert repeated_units(pattern) == [("*-", 2), ("-", 3)]
-    llm, compute = settings("ring", pattern=pattern)
+    llm, compute = replace(LLM, pattern=pattern), computing("ring")
     init = Init(jax.random.key(0))
     abstract = nnx.eval_shape(lambda: HybridDecoder(llm, init, compute))
     graph, params, _ = random_state(abstract)
@@ -271,6 +261,6 @@ def test_stacked_units_apply_their_blocks_in_the_order_of_the_pattern():
 
 
 def test_an_unknown_letter_is_refused():
-    llm, compute = settings("ring", pattern="MX")
-    with pytest.raises(ValueError, match=r"'X' in model\.llm\.pattern"):
+    llm, compute = replace(LLM, pattern="MX"), computing("ring")
+    with pytest.raises(ValueError, match=r"model\.llm\.pattern has X"):
         nnx.eval_shape(lambda: HybridDecoder(llm, Init(jax.random.key(0)), compute))

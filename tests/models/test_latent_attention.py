@@ -14,14 +14,14 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import ComputeConfig, Config, LLMConfig
-from jaxthd.kernels.choose import attention_shape, using, with_admitted
+from jaxthd.kernels.choose import attention_shapes, using, with_admitted
+from jaxthd.models.blocks import LatentAttentionMixer
+from jaxthd.models.blocks.moe import of_best_groups
 from jaxthd.models.layers import Linear
-from jaxthd.models.mixers import LatentAttention
-from jaxthd.models.mixers.moe import of_best_groups
 from jaxthd.packing.segments import segments_of
 from jaxthd.parallel.params import Init
 from tests.helpers import assert_same
-from tests.meshes.models import DEEPSEEK
+from tests.meshes.models import LATENT
 from tests.ops import fake_kernels
 from tests.weights import random_state
 
@@ -33,8 +33,8 @@ def test_a_fused_kernel_takes_heads_of_unlike_dims(v_head_dim: int, monkeypatch:
     """Values narrower and wider than keys. Outputs and all gradients, by a stand-in for Transformer Engine
     that asks for one dim; float32."""
     fake_kernels.install_te(monkeypatch)
-    latent = replace(DEEPSEEK["latent_attention"], v_head_dim=v_head_dim)
-    llm = LLMConfig(**{"dim": DIM, "q_heads": 3} | DEEPSEEK | {"latent_attention": latent})
+    latent = replace(LATENT, heads=3, v_head_dim=v_head_dim)
+    llm = LLMConfig(dim=DIM, pattern="L-LEL-LE", blocks={"L": latent})
     rng = np.random.default_rng(0)
     x, dy = (jnp.asarray(rng.normal(size=(CAPACITY, DIM)), jnp.float32) for _ in range(2))
     dy = dy.at[sum(LENGTHS) :].set(0)
@@ -42,7 +42,8 @@ def test_a_fused_kernel_takes_heads_of_unlike_dims(v_head_dim: int, monkeypatch:
 
     def run(backend: str) -> Any:
         compute = ComputeConfig(attention_backend=backend)
-        graph, params, _ = random_state(nnx.eval_shape(lambda: LatentAttention(llm, nnx.Rngs(0), compute)))
+        abstract = nnx.eval_shape(lambda: LatentAttentionMixer(latent, llm, nnx.Rngs(0), compute))
+        graph, params, _ = random_state(abstract)
         params = jax.tree.map(lambda w: jnp.asarray(w, jnp.float32), params)
         y, pull = jax.vjp(lambda p, x: nnx.merge(graph, p)(x, segments), params, x)
         return y[: sum(LENGTHS)], *pull(dy)
@@ -52,11 +53,12 @@ def test_a_fused_kernel_takes_heads_of_unlike_dims(v_head_dim: int, monkeypatch:
 
 
 def test_the_shape_of_a_kernel_is_that_of_the_expanded_heads() -> None:
-    llm = LLMConfig(**{"q_heads": 6, "kv_heads": 2} | DEEPSEEK)
+    llm = LLMConfig(pattern="L-LEL-LE", blocks={"L": replace(LATENT, heads=6)})
     config = replace(Config(), model=replace(Config().model, llm=llm))
-    shape = attention_shape(config)
+    (shape,) = attention_shapes(config)
     assert (shape.q_heads, shape.kv_heads, shape.head_dim) == (6, 6, 11)
     both = replace(config, model=replace(config.model, llm=replace(llm, pattern="*L")))
+    assert [(x.q_heads, x.kv_heads, x.head_dim) for x in attention_shapes(both)] == [(4, 2, 32), (6, 6, 11)]
     told: list[str] = []
     assert (
         with_admitted(using(both, attention_backend="auto"), told.append).compute.attention_backend == "xla"

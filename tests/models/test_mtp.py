@@ -11,6 +11,8 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, TrainConfig
+from jaxthd.config.listing import value_at
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -19,11 +21,12 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.alone import Parts, parts, states_of
 from tests.helpers import assert_same
+from tests.meshes.models import with_pattern
 from tests.mtp_reference import mtp_logits
 from tests.speech_model import AUDIO, CAPACITY, COMPUTE, MELS, MODEL, Spec, document
 from tests.weights import random_state
 
-LLM = replace(MODEL.llm, pattern="*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
+LLM = with_pattern(MODEL.llm, "*", mtp_pattern="*E", mtp_depths=2, mtp_shared=False)
 STORED_STATISTICS = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
 WEIGHT = 0.3
 
@@ -63,7 +66,7 @@ def pack(config: Config) -> Batch:
             row,
             capacity=CAPACITY,
             audio_capacity=2 * AUDIO,
-            num_mels=MELS,
+            front_end=FastConformer(num_mels=MELS),
             max_documents=16,
             context=mesh.context,
             audio_ranks=mesh.audio_ranks,
@@ -104,7 +107,7 @@ def on_disk(params: Any, buffers: Any) -> dict[str, Any]:
         for part in ("up", "down"):
             shared = mixer["shared"][part]["w"][module]
             found[f"{second}.mixer.shared_experts.{part}_proj.weight"] = shared.T
-            for expert in range(LLM.experts):
+            for expert in range(value_at(LLM, "blocks.E.experts")):
                 name = f"{second}.mixer.experts.{expert}.{part}_proj.weight"
                 found[name] = mixer[part][module, expert].T
         found[f"{second}.final_layernorm.weight"] = depths["final_layernorm"]["weight"][module]
@@ -167,5 +170,5 @@ def test_packed_equals_each_document_alone(config: Config):
     have_token = [sum(max(n - depth - 1, 0) for n in every) for depth in range(LLM.mtp_depths)]
     np.testing.assert_array_equal(got.future.routing.tokens, have_token)
     np.testing.assert_array_equal(
-        got.future.routing.load.sum(1), np.multiply(have_token, LLM.experts_per_token)
+        got.future.routing.load.sum(1), np.multiply(have_token, value_at(LLM, "blocks.E.experts_per_token"))
     )

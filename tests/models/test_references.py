@@ -13,7 +13,6 @@ from flax import nnx
 
 from jaxthd.config import Config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
-from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import Buffer, Init
 from tests.helpers import CAPACITY, assert_same, row_arrays
@@ -39,13 +38,13 @@ def test_mixers_equal_transformers(variant, tmp_path):
     llm, shapes = model.llm, shapes_of(Config(model=model))
     ours = arranged(open_checkpoint(folder).tensors(model, shapes), group(arrays, "weight"), shapes)
     length = len(arrays[f"tokens.{arrays['mixer.document']}"])
-    mixers, inputs, done = {}, {}, Counter()
+    mixers, inputs, done, stacks = {}, {}, Counter(), dict(llm.stacks)
     for i, kind in enumerate(llm.letters):
-        layer = group(ours, f"decoder.layers.{LAYER_KINDS[kind].name}.mixer")
+        layer = group(ours, f"decoder.layers.{stacks[kind]}.mixer")
         named = {name: jnp.asarray(x[done[kind]], jnp.float32) for name, x in layer.items()}
         done[kind] += 1
-        make = LAYER_KINDS[kind].mixer
-        abstract = nnx.eval_shape(lambda make=make: make(llm, Init(jax.random.key(0)), COMPUTE))
+        build = llm.blocks[kind].build
+        abstract = nnx.eval_shape(lambda build=build: build(llm, Init(jax.random.key(0)), COMPUTE))
         graph = nnx.split(abstract, nnx.Param, Buffer)[0]
         buffers = {name: named.pop(name) for name in ("correction_bias",) if name in named}
         mixers[i] = graph, nested(named), buffers

@@ -246,13 +246,13 @@ def test_what_a_back_end_cannot_compute_is_said():
 
 
 def test_cudnn_is_refused_where_its_backward_pass_would_take_too_much_memory():
-    """It holds a float32 gradient of the queries for each document, as long as the buffer."""
+    """It holds two float32 gradients of the queries for each document, as long as the buffer."""
     backend = BACKENDS["cudnn"]
-    fits, too_many = (replace(BF16, tokens=8192, documents=n) for n in (31, 32))  # 128 MiB each, and one more
+    fits, too_many = (replace(BF16, tokens=8192, documents=n) for n in (15, 16))  # 256 MiB each, and one more
     assert backend.unfit(fits, H100) is None
     found = backend.unfit(too_many, H100) or ""
     assert found.startswith(
-        "its backward pass would take 4.12 GiB of workspace, 4 bytes x 33 segments x 32 heads"
+        "its backward pass would take 4.25 GiB of workspace, 8 bytes x 17 segments x 32 heads"
     )
     assert found.endswith("4.00 GiB is the most that it may: lower data.max_documents or data.capacity")
 

@@ -12,6 +12,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
@@ -23,10 +24,16 @@ from tests.helpers import batch_of, filled_state
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
     llm=LLMConfig(
-        pattern="M*-", dim=32, q_heads=2, kv_heads=1, head_dim=16, ffn_dim=64, mamba_heads=4, mamba_head_dim=8
+        pattern="M*-",
+        dim=32,
+        blocks={
+            "*": Attention(heads=2, kv_heads=1, head_dim=16),
+            "-": MLP(inner=64),
+            "M": Mamba2(heads=4, head_dim=8),
+        },
     ),
 )
-MLP = ("decoder.layers.mlp.*",)
+MLPS = ("decoder.layers.mlp.*",)
 
 
 def rounded(x: np.ndarray, summed: int, dtype: Any) -> np.ndarray:
@@ -95,7 +102,7 @@ def test_projections_that_match_are_computed_in_8_bits():
     # The up and down projections: one product forward, and one for each gradient.
     e4m3, e5m2 = "float8_e4m3fn", "float8_e5m2"
     each = {f"{e4m3}-{e4m3}": 1, f"{e5m2}-{e4m3}": 1, f"{e4m3}-{e5m2}": 1}
-    assert of_step(config(*MLP)) == Counter({types: 2 * n for types, n in each.items()})
+    assert of_step(config(*MLPS)) == Counter({types: 2 * n for types, n in each.items()})
     assert of_step(config("*.mixer.q", "*.mixer.k")) == Counter({types: 2 * n for types, n in each.items()})
 
 
@@ -109,7 +116,7 @@ def test_gradients_are_near_those_of_the_plain_model(sizes: MeshConfig):
         put_batch(batch_of([5, 20, 11, 1, 17], sizes.context), mesh),
     )
     results = []
-    for config in (plain, replace(plain, compute=ComputeConfig(fp8=MLP))):
+    for config in (plain, replace(plain, compute=ComputeConfig(fp8=MLPS))):
         results.append(
             jax.jit(loss_and_gradient(Blueprint(config), mesh))(state.params, state.buffers, batch)
         )

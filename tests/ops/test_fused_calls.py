@@ -178,7 +178,7 @@ def test_a_fused_back_end_changes_neither_loss_nor_gradients(backend: str, confi
     parameters: the encoder's own attention makes of the same rounding errors some ten times larger ones.
     """
     if not is_grouped(backend):
-        llm = replace(config.model.llm, kv_heads=config.model.llm.q_heads)
+        llm = config.model.llm.with_settings("*", kv_heads=config.model.llm.blocks["*"].heads)
         config = replace(config, model=replace(config.model, llm=llm))
     row = check(using(config, attention_backend=backend), of_decoder)
     record_property("error", f"{row['error']:.1e}")

@@ -14,7 +14,7 @@ from jax.experimental.pallas import triton as pltriton
 from jaxthd.config import BlockSizes, ComputeConfig, Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.kernels.admission import error
 from jaxthd.kernels.scan_probe import QUANTITIES, error_bound, probe_errors, probe_inputs, probe_program
-from jaxthd.models.mixers import Mamba2
+from jaxthd.models.blocks import Attention, Mamba2, Mamba2Mixer
 from jaxthd.ops.scan import pallas as scan_pallas
 from jaxthd.ops.scan import pallas_kernels as scan_kernels
 from jaxthd.ops.scan.backends import scan
@@ -94,14 +94,17 @@ def test_the_kernels_equal_the_scan_in_float64(context: int, chunk: int, tile: i
 def test_mamba2_on_two_ranks_with_the_kernels() -> None:
     """Compares outputs and gradients of all its parameters with the XLA scan's in float64."""
     dim, lengths = 16, CASES["ragged, one token documents, padding"]
-    llm = LLMConfig(dim=dim, mamba_heads=4, mamba_head_dim=16, mamba_state=16)
+    block = Mamba2(heads=4, head_dim=16, state=16)
+    llm = LLMConfig(dim=dim, blocks={"M": block})
     rng = np.random.default_rng(3)
     x, dy = rng.normal(size=(2, TOKENS, dim)).astype(np.float32)
     dy[sum(lengths) :] = 0
     results = []
     for backend, dtype in (("pallas", np.float32), ("xla", np.float64)):
         compute = ComputeConfig(scan_backend=backend, block_sizes=BlockSizes(scan=16))  # type: ignore[arg-type]
-        made = nnx.eval_shape(lambda compute=compute: Mamba2(llm, Init(jax.random.key(0)), compute))
+        made = nnx.eval_shape(
+            lambda compute=compute: Mamba2Mixer(block, llm, Init(jax.random.key(0)), compute)
+        )
         graph, params, buffers = random_state(made)
 
         def apply(params: Any, x: Any, segments: Segments, graph: Any = graph, buffers: Any = buffers) -> Any:
@@ -215,7 +218,9 @@ def test_the_probe_on_ranks_lowers_for_cuda() -> None:
 @pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated")
 @pytest.mark.usefixtures("h100")
 def test_a_whole_train_step_lowers_for_cuda_without_host_callbacks() -> None:
-    llm = LLMConfig(pattern="MM*", dim=32, mamba_head_dim=16, mamba_state=16, head_dim=16)
+    llm = LLMConfig(
+        pattern="MM*", dim=32, blocks={"M": Mamba2(head_dim=16, state=16), "*": Attention(head_dim=16)}
+    )
     encoder = EncoderConfig(num_mels=16, layers=1, dim=32, heads=2, ffn_dim=16, subsampling_channels=4)
     model = ModelConfig(encoder=encoder, llm=llm)
     kernels: Any = dict.fromkeys(("attention_backend", "encoder_attention", "scan_backend"), "pallas")

@@ -52,7 +52,7 @@ def packed(lengths: list[int], split: tuple[int, ...], context: int) -> Any:
     for i in rest:
         min(dealt, key=lambda on_rank: sum(lengths[j] for j in on_rank)).append(i)
     placement = Placement(split, tuple(map(tuple, dealt)))
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 1, "max_documents": 16}
+    sizes: dict[str, Any] = {"audio_capacity": 0, "max_documents": 16}
     return pack_row(
         documents,
         capacity=CAPACITY[context],

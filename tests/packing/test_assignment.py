@@ -96,7 +96,7 @@ def test_the_permutation_gives_every_rank_its_documents_in_order(context: int):
             for i, n in enumerate(lengths)
         ]
         row = [documents[i] for i in placed.order]
-        sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": 6, "capacity": 24 * context}
+        sizes = {"audio_capacity": 0, "max_documents": 6, "capacity": 24 * context}
         batch, report = pack_row(
             row, context=context, layout="whole", shares=shares, placement=placed.renumbered(), **sizes
         )

@@ -10,6 +10,7 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.errors import UserError
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.bridge import IGNORED, thd_batch, to_batch
 from jaxthd.packing.document import Document
@@ -17,6 +18,7 @@ from jaxthd.packing.from_padded import packed_from_padded, shard_packed
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.thd_view import ABSENT
+from tests.clips import clip_of
 
 PAD = 2
 """Also the id of every document's last token."""
@@ -90,7 +92,7 @@ def ours(config: Config) -> list[Any]:
             row,
             capacity=config.data.capacity,
             audio_capacity=0,
-            num_mels=0,
+            front_end=FastConformer(num_mels=0),
             max_documents=8,
             context=config.mesh.context,
             round_to=config.data.round_to,
@@ -212,8 +214,8 @@ def test_the_view_of_one_row_has_no_dim_of_rows_and_audio_is_refused() -> None:
     there = thd_batch(to_batch(padded(shifted=True), config, shifted=True), context=2)
     assert there["input_ids"].shape == (there["cu_seqlens_padded"][-1],)
     mels = np.ones((8, 1), np.float32)
-    spoken = Document.splice("", [1, 4], [False, True], [[mels]], placeholder=1)
-    sizes = {"capacity": 8, "audio_capacity": 8, "num_mels": 1, "max_documents": 1}
+    spoken = Document.splice("", [1, 4], [False, True], [clip_of([mels])], placeholder=1)
+    sizes = {"capacity": 8, "audio_capacity": 8, "front_end": FastConformer(num_mels=1), "max_documents": 1}
     with pytest.raises(ValueError, match="holds recordings"):
         thd_batch(pack_row([spoken], **sizes)[0])
 

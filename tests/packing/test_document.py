@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxthd.data.packer import PackDocuments
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document, of_tokens
 from jaxthd.packing.fit import BufferLimits
@@ -14,11 +15,18 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.thd_view import thd_view
 from tests.answers import AUDIO, alone, document_with_answers
+from tests.clips import clip_of
 
 MELS = 4
-SIZES = {"capacity": 384, "audio_capacity": 2048, "num_mels": MELS, "max_documents": 40, "answers": True}
+SIZES = {
+    "capacity": 384,
+    "audio_capacity": 2048,
+    "front_end": FastConformer(num_mels=MELS),
+    "max_documents": 40,
+    "answers": True,
+}
 PLAIN = Document.splice(
-    "plain", [9, AUDIO, 5, 6], [False, False, True, True], [[np.ones((9, MELS), np.float32)]], AUDIO
+    "plain", [9, AUDIO, 5, 6], [False, False, True, True], [clip_of([np.ones((9, MELS), np.float32)])], AUDIO
 )
 TOKEN_FIELDS = (
     "tokens", "targets", "weights", "segment_ids", "positions", "audio_slots", "document_ids", "prefixes",
@@ -46,11 +54,11 @@ def slots_of(batch: Batch, layout: ContextLayout) -> dict[str, np.ndarray]:
 def heard(batch: Batch, slots: np.ndarray) -> list[np.ndarray]:
     """The valid mel frames behind each encoder frame."""
     frames = [slice(8 * slot, 8 * slot + 8) for slot in slots]
-    return [batch.mels[0, frame][batch.mel_mask[0, frame]] for frame in frames]
+    return [batch.features[0, frame][batch.frame_mask[0, frame]] for frame in frames]
 
 
 def frames_of(document: Document) -> list[np.ndarray]:
-    return [chunk[i : i + 8] for chunk in document.chunks for i in range(0, len(chunk), 8)]
+    return [x.features[i : i + 8] for x in document.pieces for i in range(0, len(x.features), 8)]
 
 
 def check_sequence(document: Document, batch: Batch, row: dict[str, np.ndarray], at: np.ndarray) -> None:
@@ -118,8 +126,8 @@ def test_every_answer_is_what_it_is_alone(context: int, round_to: int, share_pro
         assert segment == report.segments
         for name, x in row.items():
             assert not (x[~seen] if name != "audio_slots" else x[~seen] + 1).any(), name
-        frames = sum(len(c) for d in documents for c in d.chunks)
-        assert batch.mel_mask.sum() == frames, "every recording is encoded once"
+        frames = sum(len(c.features) for d in documents for c in d.pieces)
+        assert batch.frame_mask.sum() == frames, "every recording is encoded once"
 
 
 def test_a_shared_prompt_saves_its_slots():

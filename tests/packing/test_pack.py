@@ -5,11 +5,13 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
-from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import PackReport, pack_row
+from tests.clips import clip_of
 
 MELS = 3
 AUDIO = 7  # the placeholder id
@@ -27,7 +29,7 @@ def random_document(rng: np.random.Generator, key: str, chunk_frames: int = 60) 
             supervised.append(False)
             lengths = rng.integers(1, chunk_frames + 1, size=rng.integers(1, 3))
             clips.append([rng.normal(size=(n, MELS)).astype(np.float32) for n in lengths])
-    return Document.splice(key, tokens, supervised, clips, AUDIO)
+    return Document.splice(key, tokens, supervised, [clip_of(clip) for clip in clips], AUDIO)
 
 
 def random_documents(seed: int, count: int, **kwargs) -> list[Document]:
@@ -35,7 +37,12 @@ def random_documents(seed: int, count: int, **kwargs) -> list[Document]:
     return [random_document(rng, f"{seed}-{i}", **kwargs) for i in range(count)]
 
 
-SIZES = {"capacity": 384, "audio_capacity": 2048, "num_mels": MELS, "max_documents": 12}
+SIZES = {
+    "capacity": 384,
+    "audio_capacity": 2048,
+    "front_end": FastConformer(num_mels=MELS),
+    "max_documents": 12,
+}
 
 
 def arrays(batch):
@@ -101,26 +108,26 @@ def test_unpacking_gives_every_document_back(context, audio_ranks, round_to):
             assert not x[padding].any()
         assert (row.audio_slots[padding] == -1).all()
         slots = row.audio_slots[row.audio_slots >= 0]
-        assert len(set(slots)) == len(slots) == (row.chunk_ids > 0).sum()
+        assert len(set(slots)) == len(slots) == (row.piece_ids > 0).sum()
         assert report.real_tokens == sum(map(len, documents)) == (~padding).sum()
         assert report.supervised_tokens == row.weights.sum()
-        frames = sum(len(c) for d in documents for c in d.chunks)
-        assert row.mel_mask.sum() == frames == round(report.audio_seconds * 100)
-        assert not row.mels[~row.mel_mask].any()
+        frames = sum(len(c.features) for d in documents for c in d.pieces)
+        assert row.frame_mask.sum() == frames == round(report.audio_seconds * 100)
+        assert not row.features[~row.frame_mask].any()
 
 
 def check_audio(row, slots, document):
     """Followed to the mel buffer, the slots show the document's chunks, each with a number of its own."""
-    for chunk in document.chunks:
-        frames = encoder_frames(len(chunk))
+    for chunk in (piece.features for piece in document.pieces):
+        frames = -(-(len(chunk)) // 8)
         mine, slots = slots[:frames], slots[frames:]
         np.testing.assert_array_equal(mine, mine[0] + np.arange(frames))
-        np.testing.assert_array_equal(row.mels[8 * mine[0] : 8 * mine[0] + len(chunk)], chunk)
+        np.testing.assert_array_equal(row.features[8 * mine[0] : 8 * mine[0] + len(chunk)], chunk)
         valid = np.arange(8 * frames) < len(chunk)
-        np.testing.assert_array_equal(row.mel_mask[8 * mine[0] : 8 * (mine[-1] + 1)], valid)
-        np.testing.assert_array_equal(row.chunk_positions[mine], np.arange(frames))
-        np.testing.assert_array_equal(np.flatnonzero(row.chunk_ids == row.chunk_ids[mine[0]]), mine)
-    numbers = row.chunk_ids[row.chunk_ids > 0]
+        np.testing.assert_array_equal(row.frame_mask[8 * mine[0] : 8 * (mine[-1] + 1)], valid)
+        np.testing.assert_array_equal(row.piece_positions[mine], np.arange(frames))
+        np.testing.assert_array_equal(np.flatnonzero(row.piece_ids == row.piece_ids[mine[0]]), mine)
+    numbers = row.piece_ids[row.piece_ids > 0]
     assert (np.diff(numbers) >= 0).all()
     assert set(numbers) == set(range(1, len(set(numbers)) + 1))
     assert not len(slots)
@@ -132,16 +139,15 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     expected = {
         "tokens": (token, np.int32), "targets": (token, np.int32), "weights": (token, np.float32),
         "segment_ids": (token, np.int32), "positions": (token, np.int32), "audio_slots": (token, np.int32),
-        "mels": ((1, 2048, MELS), np.float32), "mel_mask": ((1, 2048), bool),
-        "chunk_ids": (frame, np.int32), "chunk_positions": (frame, np.int32),
+        "features": ((1, 2048, MELS), np.float32), "frame_mask": ((1, 2048), bool),
+        "piece_ids": (frame, np.int32), "piece_positions": (frame, np.int32),
         "future_tokens": (ahead, np.int32), "future_audio_slots": (ahead, np.int32),
         "future_targets": (ahead, np.int32), "future_weights": (ahead, np.float32),
     }  # fmt: skip
     fields = batch._asdict()
     assert fields.pop("extras") == {}
-    assert {fields.pop(name) for name in ("document_ids", "prefixes", "embeddings", "draws", "splits")} == {
-        None
-    }
+    absent = "document_ids", "prefixes", "embeddings", "draws", "splits", "recording_ids"
+    assert {fields.pop(name) for name in absent} == {None}
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
 
@@ -194,7 +200,7 @@ def test_supervised_pairs_equal_those_of_each_document_alone(context):
 
 def test_labels_stop_at_the_documents_edge_and_audio_predicts_the_first_word():
     frame = np.ones((9, MELS), np.float32)
-    a = Document.splice("a", [AUDIO, 5, 6], [False, True, False], [[frame]], AUDIO)
+    a = Document.splice("a", [AUDIO, 5, 6], [False, True, False], [clip_of([frame])], AUDIO)
     b = Document.splice("b", [8, 9], [True, True], [], AUDIO)
     batch, report = pack_row([a, b], **SIZES, order_seed=None)
     assert report.keys == ("a", "b")
@@ -228,12 +234,12 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     ]
     sizes = {"context": context, "audio_ranks": 2 * context, "depths": 2}
     with_room, report = pack_row(documents, **SIZES, **sizes)
-    without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "num_mels": 0}, **sizes)
+    without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "front_end": None}, **sizes)
     assert report == other_report
-    optional = {"document_ids", "prefixes", "embeddings", "draws", "splits"}
+    optional = {"document_ids", "prefixes", "embeddings", "draws", "splits", "recording_ids"}
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
-        "audio_slots", "mels", "mel_mask", "chunk_ids", "chunk_positions", "future_audio_slots",
+        "audio_slots", "features", "frame_mask", "piece_ids", "piece_positions", "future_audio_slots",
     }  # fmt: skip
     assert with_room.has_audio
     assert not without.has_audio
@@ -241,9 +247,9 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     for name in set(Batch._fields) - absent - optional:
         np.testing.assert_array_equal(getattr(without, name), getattr(with_room, name))
     two = concatenate_rows([without, without])
-    assert two.mels is None
+    assert two.features is None
     assert two.tokens.shape == (2, SIZES["capacity"])
-    heard = Document.splice("heard", [AUDIO], [False], [[np.ones((8, MELS), np.float32)]], AUDIO)
+    heard = Document.splice("heard", [AUDIO], [False], [clip_of([np.ones((8, MELS), np.float32)])], AUDIO)
     with pytest.raises(ValueError, match="raise audio_capacity"):
         pack_row([heard], **{**SIZES, "audio_capacity": 0})
 
@@ -271,7 +277,7 @@ def test_the_chosen_order_is_no_less_even_than_the_given_one():
     ],
 )
 def test_a_ranks_share_of_the_audio(audio_capacity: int, ranks: int, share: int):
-    limits = BufferLimits(64, audio_capacity, 4, ranks, longest_chunk=1001)
+    limits = BufferLimits(64, audio_capacity, 4, ranks, front_end=FastConformer(chunk_seconds=10.0))
     assert (limits.rank_frames, limits.array_frames) == (share, share * ranks)
 
 
@@ -286,15 +292,16 @@ def test_what_does_not_fit_is_refused():
         pack(documents, capacity=total - 1)
     with pytest.raises(ValueError, match="4 documents in a row, at most 3"):
         pack(documents, max_documents=3)
-    frames = sum(d.mel_frames for d in documents)
+    frames = sum(FastConformer().taken(d.pieces) for d in documents)
     pack(documents, audio_capacity=frames, audio_ranks=2)
-    with pytest.raises(ValueError, match=f"take {frames} mel frames, the buffer has {frames - 8}"):
+    with pytest.raises(ValueError, match=f"take {frames} audio frames, the buffer has {frames - 8}"):
         pack(documents, audio_capacity=frames - 8, audio_ranks=1)
+    short = FastConformer(num_mels=MELS, chunk_seconds=0.07)
     with pytest.raises(
         ValueError, match=f"split over {frames // 8} audio ranks of 8 each; expected at most 8"
     ):
-        pack(documents, audio_capacity=frames, audio_ranks=frames // 8, longest_chunk=8)
+        pack(documents, audio_capacity=frames, audio_ranks=frames // 8, front_end=short)
     with pytest.raises(ValueError, match="make the capacity a multiple of 8"):
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)
-    with pytest.raises(ValueError, match="has 3 mel bands, expected 80"):
-        pack(documents, num_mels=80)
+    with pytest.raises(ValueError, match="has audio frames of 3 numbers, expected 80"):
+        pack(documents, front_end=FastConformer(num_mels=80))

@@ -5,6 +5,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import ContextLayout
@@ -31,7 +32,7 @@ def test_the_prompt_is_all_before_the_last_answer(context: int):
             row,
             capacity=32,
             audio_capacity=0,
-            num_mels=8,
+            front_end=FastConformer(num_mels=8),
             max_documents=5,
             context=context,
             round_to=4,
@@ -63,7 +64,7 @@ def test_the_prompt_is_all_before_the_last_answer(context: int):
 
 def test_answers_that_share_a_prompt_are_no_prompts():
     pair = replace(document("pair", "....xx"), answers=(1, 1))
-    sizes = {"capacity": 16, "audio_capacity": 0, "num_mels": 8, "max_documents": 4, "answers": True}
+    sizes = {"capacity": 16, "audio_capacity": 0, "max_documents": 4, "answers": True}
     with pytest.raises(ValueError, match="share_prompts=False"):
         find_prompts(pack_row([pair], **sizes)[0], ContextLayout(), 4)
     batch, _ = pack_row([document("one", "..xx")], **sizes)

@@ -11,16 +11,16 @@ import pytest
 
 from jaxthd.config import LLMConfig, MeshConfig
 from jaxthd.files.config_file import load_config
-from jaxthd.models.mixers import LAYER_KINDS
 from jaxthd.models.stacks import from_stages, pipeline_stages, to_stages
 from jaxthd.parallel.stages import Stages, divide
 
 CONFIGS = Path(__file__).parents[2] / "configs"
+STACKS = LLMConfig(pattern="ME*-").stacks
 NANO_LLM = load_config(str(CONFIGS / "nemotron3_nano.py")).model.llm
 
 
 def stage_costs(patterns: tuple[str, ...], llm: LLMConfig) -> list[float]:
-    return [sum(LAYER_KINDS[letter].cost(llm) for letter in pattern) for pattern in patterns]
+    return [sum(llm.blocks[letter].cost(llm.dim) for letter in pattern) for pattern in patterns]
 
 
 @pytest.mark.parametrize("count", [2, 4, 8])
@@ -69,20 +69,19 @@ def test_marks_divide_as_they_say():
 @pytest.mark.parametrize(
     "stages",
     [
-        Stages(("ME*", "-ME*-M"), 2),
-        Stages(("M", "E*", "-ME", "M*-"), 2),
-        Stages(("MM", "M", "MMM", "E", "M*", "-"), 3),
+        Stages(("ME*", "-ME*-M"), 2, STACKS),
+        Stages(("M", "E*", "-ME", "M*-"), 2, STACKS),
+        Stages(("MM", "M", "MMM", "E", "M*", "-"), 3, STACKS),
     ],
 )
 @pytest.mark.parametrize("array", [np.asarray, jnp.asarray])
 def test_layers_go_to_their_stages_and_back(stages: Stages, array: Any):
     """Each rank finds its stages' layers, in order, where it expects them; the rest is zero."""
+    stacks = dict(STACKS)
     params = {
         "decoder": {
             "layers": {
-                LAYER_KINDS[letter].name: {
-                    "w": 1.0 + np.arange(3 * stages.letters.count(letter)).reshape(-1, 3)
-                }
+                stacks[letter]: {"w": 1.0 + np.arange(3 * stages.letters.count(letter)).reshape(-1, 3)}
                 for letter in set(stages.letters)
             },
             "norm": np.ones(3),
@@ -90,14 +89,14 @@ def test_layers_go_to_their_stages_and_back(stages: Stages, array: Any):
     }
     held = to_stages(jax.tree.map(array, params), stages)
     for letter in set(stages.letters):
-        w = np.asarray(held["decoder"]["layers"][LAYER_KINDS[letter].name]["w"])
+        w = np.asarray(held["decoder"]["layers"][stacks[letter]]["w"])
         assert len(w) == stages.rows(letter)
         by_rank = w.reshape(stages.ranks, stages.chunks, stages.most(letter), 3)
         done = 0
         for stage, pattern in enumerate(stages.patterns):
             rows = by_rank[stage % stages.ranks, stage // stages.ranks]
             count = pattern.count(letter)
-            whole = params["decoder"]["layers"][LAYER_KINDS[letter].name]["w"]  # type: ignore[index]
+            whole = params["decoder"]["layers"][stacks[letter]]["w"]  # type: ignore[index]
             np.testing.assert_array_equal(rows[:count], whole[done : done + count])
             assert not rows[count:].any()
             done += count

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.parallel.mesh import AXES
 from jaxthd.planning.cluster import GIB, Cluster, cluster_cost, describe_cluster, exchanges, ranks_inside
 from jaxthd.planning.compiled_step import Measured
@@ -17,7 +18,9 @@ SMALL = Config(
     model=ModelConfig(
         encoder=None,
         llm=LLMConfig(
-            pattern="M*-", dim=64, q_heads=8, kv_heads=4, head_dim=8, mamba_heads=4, mamba_groups=4
+            pattern="M*-",
+            dim=64,
+            blocks={"*": Attention(heads=8, kv_heads=4, head_dim=8), "M": Mamba2(heads=4, groups=4)},
         ),
     ),
 )

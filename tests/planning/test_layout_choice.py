@@ -7,10 +7,15 @@ from pathlib import Path
 import pytest
 
 from jaxthd.config import ComputeConfig, Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.planning.layout_choice import FILE, keep_layout, with_layout
 from jaxthd.validate import ConfigError, DeviceFacts, validate
 
-LLM = LLMConfig(pattern="M*-", dim=32, q_heads=2, kv_heads=2, head_dim=16, mamba_heads=4, mamba_groups=1)
+LLM = LLMConfig(
+    pattern="M*-",
+    dim=32,
+    blocks={"*": Attention(heads=2, kv_heads=2, head_dim=16), "M": Mamba2(heads=4, groups=1)},
+)
 
 
 def config(folder: Path, words: int, documents: int = 400, context: int = 4) -> Config:
@@ -102,7 +107,7 @@ def test_a_config_that_cannot_work_is_left_to_the_validator(
 def test_a_layout_that_the_validator_refuses_is_not_chosen(tmp_path: Path):
     given = config(tmp_path, 3)
     assert with_layout(given, tmp_path).compute.layout == "whole"
-    long = replace(given, model=ModelConfig(None, replace(LLM, mamba_conv=6)))
+    long = replace(given, model=ModelConfig(None, LLM.with_settings("M", conv=6)))
     assert with_layout(long, tmp_path).compute.layout == "buffer"
 
 

@@ -1,12 +1,13 @@
 """The comparison of context layouts: its figures are the packer's, and its verdict follows from them."""
 
 from dataclasses import replace
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig, DeltaConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config import Config, DataConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.packing.assignment import Shares
 from jaxthd.packing.document import Document
 from jaxthd.packing.layout import LayoutKind
@@ -25,11 +26,13 @@ from jaxthd.planning.simulate import simulate
 from jaxthd.validate import DeviceFacts, findings
 
 WORK = (1000.0, 0.0)
+ATTENTION, MAMBA = Attention(heads=4, head_dim=32), Mamba2(groups=1)
 
 
 def config(pattern: str, context: int = 4, **data: int) -> Config:
     sizes = {"capacity": 480, "audio_capacity": 0, "max_documents": 480, "rows": 2} | data
-    llm = LLMConfig(pattern=pattern, q_heads=4, head_dim=32, mamba_groups=1)
+    blocks = {x: block for x, block in {"*": ATTENTION, "M": MAMBA}.items() if x in pattern}
+    llm = LLMConfig(pattern=pattern, blocks=blocks)
     return Config(MeshConfig(context=context), DataConfig(**sizes), ModelConfig(llm=llm))
 
 
@@ -51,7 +54,7 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
                 Document(str(i), np.zeros(lengths[i], np.int32), *np.zeros((2, lengths[i]), bool))
                 for i in buffer
             ]
-            sizes = {"audio_capacity": 0, "num_mels": 1, "max_documents": 480, "context": 4}
+            sizes = {"audio_capacity": 0, "max_documents": 480, "context": 4}
             sizes |= {"shares": Shares.of(cost.config), "placement": placement}
             batch, report = pack_row(documents, capacity=480, layout=cost.layout, **sizes)
             imbalances.append(report.imbalance)
@@ -61,17 +64,17 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
         assert cost.imbalance == pytest.approx(np.mean(imbalances))
         assert cost.attention == pytest.approx(2 * 4 * 32 * pairs / real * cost.imbalance)
         if cost.layout != "whole":
-            assert cost.mamba_bytes == passed_bytes(cost.config, "M")
+            assert cost.state_bytes == passed_bytes(cost.config, MAMBA)
         real_tokens_of_a_rank = 2 * real / len(outcome.buffers) / 4
         if cost.layout == "whole":
             split = sum(bool(placement.split) for placement in outcome.placements)
             assert split
-            widest = attention_bytes(cost.config, 120) * split / len(outcome.placements)
+            widest = attention_bytes(cost.config, ATTENTION, 120) * split / len(outcome.placements)
             assert 0 < cost.attention_bytes <= widest
         else:
             # 2 rows of 120 slots, 2 x 2 x 32 numbers each: twice around, their gradients once and home.
             assert cost.attention_bytes == 2 * 120 * 2 * 2 * 32 * 4 * (3 * 3 + 1)
-        forward = (cost.mamba_bytes + cost.attention_bytes) / 2 * MULTIPLY_ADDS_PER_BYTE
+        forward = (cost.state_bytes + cost.attention_bytes) / 2 * MULTIPLY_ADDS_PER_BYTE
         assert cost.exchange == pytest.approx(forward / real_tokens_of_a_rank)
         assert cost.slots == pytest.approx(WORK[0] / (1 - cost.padding))
 
@@ -79,8 +82,8 @@ def test_padding_and_imbalance_are_those_of_the_rows_packed():
 @pytest.mark.parametrize(
     ("pattern", "lengths", "work", "best", "decides"),
     [
-        ("M*-", [160], 0.0, "buffer", "bytes in a Mamba2 layer and"),
-        ("M*", [60], 0.0, "whole", " 0 bytes in a Mamba2 layer and 0 in one of attention, against"),
+        ("M*-", [160], 0.0, "buffer", "bytes of states in a layer and"),
+        ("M*", [60], 0.0, "whole", " 0 bytes of states in a layer and 0 in one of attention, against"),
     ],
 )
 def test_the_verdict_names_what_decides(
@@ -119,25 +122,23 @@ def test_what_is_compared_does_not_depend_on_the_layout_configured():
 
 def test_states_do_not_grow_with_the_tokens():
     short, long = config("M"), config("M", capacity=960)
-    assert passed_bytes(short, "M") == passed_bytes(long, "M") > 0
+    assert passed_bytes(short, MAMBA) == passed_bytes(long, MAMBA) > 0
     # 16 ranks pass states in 4 steps, with two shifts and a sum: fewer than the 15 that an all-gather brings.
-    few, many = (passed_bytes(replace(short, mesh=MeshConfig(context=n)), "M") for n in (8, 16))
+    few, many = (passed_bytes(replace(short, mesh=MeshConfig(context=n)), MAMBA) for n in (8, 16))
     assert 2 * few > many
 
 
 def test_among_stages_keys_are_gathered() -> None:
     staged = replace(config("*"), mesh=MeshConfig(context=4, pipeline=2))
-    gathering = replace(staged.compute, context_exchange="all_gather")
-    assert attention_bytes(staged, 120) == attention_bytes(replace(staged, compute=gathering), 120)
-    assert attention_bytes(staged, 120) == 2 * 120 * 2 * 2 * 32 * 4 * 2 * 3
+    gathering = replace(staged, compute=replace(staged.compute, context_exchange="all_gather"))
+    assert attention_bytes(staged, ATTENTION, 120) == attention_bytes(gathering, ATTENTION, 120)
+    assert attention_bytes(staged, ATTENTION, 120) == 2 * 120 * 2 * 2 * 32 * 4 * 2 * 3
 
 
-@pytest.mark.parametrize(
-    ("pattern", "changes"), [("M*", {"mamba_conv": 6}), ("D*", {"delta": DeltaConfig(conv=6)})]
-)
-def test_layouts_that_the_validator_refuses_are_not_offered(pattern: str, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("pattern", ["M*", "D*"])
+def test_layouts_that_the_validator_refuses_are_not_offered(pattern: str) -> None:
     plain = config(pattern)
-    given = replace(plain, model=ModelConfig(None, replace(plain.model.llm, **changes)))
+    given = replace(plain, model=ModelConfig(None, plain.model.llm.with_settings(pattern[0], conv=6)))
     assert possible_layouts(given) == ["buffer"]
     for layout in get_args(LayoutKind):
         found = findings(laid_out(given, layout), DeviceFacts("cpu", 4, "cpu"))

@@ -7,13 +7,19 @@ import pytest
 from jaxthd.config import AdaptConfig, Config, EncoderConfig, LLMConfig, ModelConfig, TrainConfig
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.machine import peak_flops
+from jaxthd.models.blocks import MLP, Attention, MoE
 from jaxthd.planning.model_flops import model_flops
 from jaxthd.planning.parameters import parameter_groups
 
 DIM, FFN, VOCABULARY = 32, 96, 264
-LLM = LLMConfig(pattern="-*-", dim=DIM, ffn_dim=FFN, q_heads=4, kv_heads=2, head_dim=8, vocab_size=VOCABULARY)
+LLM = LLMConfig(
+    pattern="-*-",
+    dim=DIM,
+    blocks={"-": MLP(inner=FFN), "*": Attention(heads=4, kv_heads=2, head_dim=8)},
+    vocab_size=VOCABULARY,
+)
 CONFIG = Config(model=ModelConfig(encoder=None, llm=LLM))
-MLP, ATTENTION, HEAD = 2 * DIM * FFN, DIM * 8 * (4 + 2 + 2 + 4), DIM * VOCABULARY
+FFN_BLOCK, ATTENTION, HEAD = 2 * DIM * FFN, DIM * 8 * (4 + 2 + 2 + 4), DIM * VOCABULARY
 """Weights of a block, by hand."""
 
 
@@ -23,14 +29,14 @@ def report(tokens: int, supervised: int, audio_seconds: float = 0.0) -> BatchRep
 
 def test_a_decoder_costs_six_operations_a_weight_and_token_and_the_head_only_at_targets():
     norms = 4 * DIM
-    token, target = 2 * MLP + ATTENTION + norms, HEAD
+    token, target = 2 * FFN_BLOCK + ATTENTION + norms, HEAD
     assert model_flops(CONFIG)(report(100, 30)) == 6 * (100 * token + 30 * target)
 
 
 def test_a_tied_embedding_is_the_head_at_targets_and_a_gate_one_matrix_more():
-    tied = replace(LLM, tied_embedding=True, ffn_form="swiglu")
+    tied = replace(LLM.with_settings("-", form="swiglu"), tied_embedding=True)
     found = model_flops(replace(CONFIG, model=ModelConfig(encoder=None, llm=tied)))(report(100, 30))
-    token = 3 * MLP + ATTENTION + 4 * DIM  # two MLPs, each with half an MLP more
+    token = 3 * FFN_BLOCK + ATTENTION + 4 * DIM  # two MLPs, each with half an MLP more
     assert found == 6 * (100 * token + 30 * HEAD)
 
 
@@ -41,8 +47,8 @@ def test_weights_that_are_frozen_have_no_gradient_of_their_own():
 
 
 def test_experts_count_as_often_as_a_token_is_routed():
-    moe = replace(LLM, pattern="E", experts=8, experts_per_token=2, expert_dim=48)
-    more = replace(moe, experts_per_token=4)
+    moe = replace(LLM, pattern="E", blocks={"E": MoE(experts=8, experts_per_token=2, inner=48)})
+    more = moe.with_settings("E", experts_per_token=4)
     found = [model_flops(replace(CONFIG, model=ModelConfig(encoder=None, llm=x))) for x in (moe, more)]
     fewer, twice = (count(report(1, 0)) for count in found)
     assert twice - fewer == 6 * 2 * (2 * DIM * 48)
@@ -67,7 +73,7 @@ def test_each_depth_of_multi_token_prediction_counts_with_the_head_once_more():
     targets = model_flops(config)(report(0, 3)) - model_flops(without)(report(0, 3))
     assert targets == 6 * 3 * 2 * HEAD
     own = model_flops(config)(report(1, 0)) - model_flops(without)(report(1, 0))
-    assert own >= 6 * 2 * MLP
+    assert own >= 6 * 2 * FFN_BLOCK
 
 
 @pytest.mark.parametrize(

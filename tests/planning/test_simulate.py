@@ -6,6 +6,7 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
 from jaxthd.data.packer import PackDocuments
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.planning.lengths import Lengths
@@ -15,10 +16,15 @@ from tests.packing.test_pack import MELS, random_documents
 WORK = (3.0, 0.5)
 
 
+def taken(document: Document) -> int:
+    """Mel frames that a document takes in an audio buffer."""
+    return FastConformer().taken(document.pieces)
+
+
 def lengths_of(documents: list[Document]) -> Lengths:
-    chunks = [list(d.chunk_frames) for d in documents]
-    seconds = [sum(map(len, d.chunks)) / 100 for d in documents]
-    tokens, frames = [len(d) for d in documents], [d.mel_frames for d in documents]
+    chunks = [[-(-len(x.features) // 8) * 8 for x in d.pieces] for d in documents]
+    seconds = [sum(len(x.features) for x in d.pieces) / 100 for d in documents]
+    tokens, frames = [len(d) for d in documents], [taken(d) for d in documents]
     return Lengths(np.array(tokens), np.array(frames), np.array(seconds), chunks)
 
 
@@ -45,12 +51,12 @@ def test_buffers_are_those_of_the_grain_plugin(packing, context, ranks, changes)
         },
         packing_bins=settings.packing_bins,
         round_to=settings.round_to,
-        num_mels=MELS,
+        front_end=FastConformer(num_mels=MELS),
         context=context,
         audio_ranks=ranks,
         on_skip=lambda key, reason: None,
     )
-    fitting = [d for d in documents if len(d) <= 152 and d.mel_frames <= 624]
+    fitting = [d for d in documents if len(d) <= 152 and taken(d) <= 624]
     rows = [sorted(row.report.keys) for row in grain.MapDataset.source(fitting).pipe(pack)]
     lengths = lengths_of(fitting)
     groups = pack_lengths(
@@ -92,13 +98,13 @@ def test_figures_are_those_of_the_rows_packed():
     stream, settings = lengths_of(documents), config(2, 2, round_to=4)
     outcome = simulate(stream, settings, WORK)
     rows = [[documents[i] for i in buffer] for buffer in outcome.buffers]
-    sizes = {"num_mels": MELS, "context": 2, "audio_ranks": 4, "round_to": 4}
+    sizes = {"front_end": FastConformer(num_mels=MELS), "context": 2, "audio_ranks": 4, "round_to": 4}
     sizes |= {name: getattr(settings.data, name) for name in ("capacity", "audio_capacity", "max_documents")}
     batches = [pack_row(row, **sizes)[0] for row in rows]  # raises where a row does not fit
     slots, frames = 160 * len(rows), 640 * len(rows)
     real, heard = (
         sum(int(x.sum()) for x in xs)
-        for xs in zip(*((b.segment_ids > 0, b.mel_mask) for b in batches), strict=True)
+        for xs in zip(*((b.segment_ids > 0, b.frame_mask) for b in batches), strict=True)
     )
     assert outcome.padding == pytest.approx(1 - real / slots)
     assert outcome.audio_padding == pytest.approx(1 - heard / frames)
@@ -127,7 +133,13 @@ def test_imbalance_is_that_of_the_rows_packed():
     documents = random_documents(4, 60, chunk_frames=170)
     settings = config(4, audio_capacity=4096, round_to=2)
     outcome = simulate(lengths_of(documents), settings, WORK)
-    sizes = {"capacity": 160, "audio_capacity": 4096, "num_mels": MELS, "max_documents": 7, "context": 4}
+    sizes = {
+        "capacity": 160,
+        "audio_capacity": 4096,
+        "front_end": FastConformer(num_mels=MELS),
+        "max_documents": 7,
+        "context": 4,
+    }
     rows = [[documents[i] for i in buffer] for buffer in outcome.buffers]
     expected = [
         np.mean([pack_row(row, **sizes, round_to=2, order_seed=seed)[1].imbalance for row in rows])

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import Config, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.rl.resharding import (
@@ -28,7 +29,12 @@ from tests.weights import random_state
 ENCODER = EncoderConfig(layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4, num_mels=16)
 MODEL = ModelConfig(
     encoder=None,
-    llm=LLMConfig(pattern="M*--*M-", dim=32, q_heads=4, kv_heads=2, head_dim=8, ffn_dim=512, vocab_size=264),
+    llm=LLMConfig(
+        pattern="M*--*M-",
+        dim=32,
+        blocks={"*": Attention(heads=4, kv_heads=2, head_dim=8), "-": MLP(inner=512)},
+        vocab_size=264,
+    ),
 )
 SMALL = 2**16
 """Bytes. The MLP's stacks have more: they go layer by layer."""

@@ -24,6 +24,8 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.errors import UserError
 from jaxthd.inference.generator import Generator
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.models.stacks import to_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
@@ -33,7 +35,8 @@ from jaxthd.rl.rollouts import Rollout, Rollouts
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import state_shardings
-from tests.meshes.models import GPT_OSS
+from tests.clips import clip_of
+from tests.meshes.models import gpt_oss
 from tests.weights import random_state
 
 NEW, GROUP, VOCAB, ALONE = 16, 3, 264, 160
@@ -50,18 +53,12 @@ CONFIG = Config(
             pattern="ME*-",
             vocab_size=VOCAB,
             dim=16,
-            q_heads=2,
-            kv_heads=2,
-            head_dim=8,
-            ffn_dim=16,
-            mamba_heads=2,
-            mamba_head_dim=8,
-            mamba_state=8,
-            mamba_groups=2,
-            experts=4,
-            experts_per_token=2,
-            expert_dim=8,
-            shared_expert_dim=8,
+            blocks={
+                "*": Attention(heads=2, kv_heads=2, head_dim=8),
+                "-": MLP(inner=16),
+                "M": Mamba2(heads=2, head_dim=8, state=8, groups=2),
+                "E": MoE(experts=4, experts_per_token=2, inner=8, shared_inner=8),
+            },
         ),
     ),
     compute=ComputeConfig(dtype="float64", block_sizes=BlockSizes(scan=16, attention=32, experts=8, loss=32)),
@@ -134,13 +131,18 @@ def answered(prompt: Document, answer: Rollout) -> Document:
         np.append(prompt.tokens, answer.tokens),
         np.append(prompt.is_audio, np.zeros(n, bool)),
         np.append(np.zeros(len(prompt), bool), np.ones(n, bool)),
-        prompt.chunks,
+        prompt.pieces,
     )
 
 
 def scored_alone(groups: list[list[Rollout]], dtype: str) -> list[tuple[np.ndarray, ...]]:
     """Of every answer: log-probabilities, and those of all tokens [n, V]; each in a row alone."""
-    sizes = {"capacity": ALONE, "audio_capacity": 480, "num_mels": 16, "max_documents": 1}
+    sizes = {
+        "capacity": ALONE,
+        "audio_capacity": 480,
+        "front_end": FastConformer(num_mels=16),
+        "max_documents": 1,
+    }
     documents = [answered(p, a) for p, group in zip(prompts(), groups, strict=True) for a in group]
     batch = concatenate_rows([pack_row([d], **sizes, order_seed=None)[0] for d in documents])
     blueprint, mesh = Blueprint(config_on(MeshConfig(), dtype=dtype)), make_mesh(MeshConfig())
@@ -223,7 +225,7 @@ def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
     """With sinks and a rotary embedding; answers of a group share their prompt's keys, and are longer than a
     window.
     """
-    llm = replace(CONFIG.model.llm, **GPT_OSS | {"pattern": "W*E"})
+    llm = gpt_oss(CONFIG.model.llm, "W*E")
     assert llm.window < NEW
     monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, model=replace(CONFIG.model, llm=llm)))
     cached = weights, engine
@@ -302,12 +304,12 @@ def test_what_cannot_be_drawn_is_refused_before_anything_is():
         own, none = engine(), np.zeros(300, bool)
     long = Document("long", np.zeros(300, np.int32), none, none)
     recording = np.zeros((100, 16), np.float32)
-    loud = Document.splice("loud", [7], [False], [[recording] * 5], placeholder=7)
+    loud = Document.splice("loud", [7], [False], [clip_of([recording] * 5)], placeholder=7)
     ok = prompts()[:1]
     has_answers = Document("both", np.zeros(3, np.int32), none[:3], none[:3], answers=(1, 1))
     for asked, settings, message in (
         ([*ok, long], {}, "'long' does not fit: its 300 token slots exceed the capacity of 256"),
-        ([*ok, loud], {}, "'loud' does not fit: its 520 mel frames exceed the audio_capacity of 480"),
+        ([*ok, loud], {}, "'loud' does not fit: its 520 audio frames exceed the audio_capacity of 480"),
         ([has_answers], {}, "'both' has 2 answers already"),
         (ok, {"temperature": -1.0}, "temperature is -1"),
         (ok, {"group_size": 9}, "a group of 9 answers; expected 1 to 8"),

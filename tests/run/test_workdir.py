@@ -5,7 +5,7 @@ import json
 import signal
 import subprocess
 import sys
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -13,19 +13,10 @@ from typing import Any
 import pytest
 
 from jaxthd.config import BlockSizes, Config, MeshConfig
+from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat, read_config
 from jaxthd.run.workdir import FREE, OPTIMIZATION, STARTING, opened
-
-
-def changed(config: Config, name: str, value: Any) -> Config:
-    """The config with the field of that dotted name changed."""
-
-    def within(node: Any, path: list[str]) -> Any:
-        inner = within(getattr(node, path[0]), path[1:]) if len(path) > 1 else value
-        return replace(node, **{path[0]: inner})
-
-    return within(config, name.split("."))
 
 
 def make_run(workdir: Path, config: Config) -> None:
@@ -36,14 +27,17 @@ def make_run(workdir: Path, config: Config) -> None:
 
 def test_a_run_of_another_config_is_refused_field_by_field(tmp_path: Path):
     make_run(tmp_path, Config())
-    other = changed(changed(Config(), "data.capacity", 256), "model.llm.mamba_dt_limit", (0.0, 1.0))
+    other = with_value(with_value(Config(), "data.capacity", 256), "model.llm.blocks.M.dt_limit", (0.0, 1.0))
     for _ in range(2):
-        with pytest.raises(UserError) as raised, opened(tmp_path, changed(other, "train.validate_every", 7)):
+        with (
+            pytest.raises(UserError) as raised,
+            opened(tmp_path, with_value(other, "train.validate_every", 7)),
+        ):
             pass
         lines = str(raised.value).splitlines()
         assert lines[0] == f"{tmp_path} holds a run of another config; fields that differ:"
         assert lines[1] == "  data.capacity: 2048 in the run, 256 now"
-        assert lines[2] == "  model.llm.mamba_dt_limit: [0.0, Infinity] in the run, [0.0, 1.0] now"
+        assert lines[2] == "  model.llm.blocks.M.dt_limit: [0.0, Infinity] in the run, [0.0, 1.0] now"
         assert lines[3].endswith(f"jaxthd train {tmp_path}")
         assert lines[4].endswith(f"--workdir NEW --train.init-from {tmp_path}")
 
@@ -56,7 +50,7 @@ def test_a_checkpoint_or_a_line_of_metrics_makes_it_a_run(holds: str, tmp_path: 
     (tmp_path / "checkpoints").mkdir()
     with opened(tmp_path, Config()):
         pass
-    other = changed(Config(), "train.seed", 1)
+    other = with_value(Config(), "train.seed", 1)
     with opened(tmp_path, other) as run:
         run.keep(0)
     if holds == "checkpoints":
@@ -81,7 +75,7 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
     }
     config = Config()
     for name, value in others.items():
-        config = changed(config, name, value)
+        config = with_value(config, name, value)
     with opened(tmp_path, config) as run:
         assert {x.name.partition(".")[2] for x in run.changes} >= {"context", "workers", "keep_checkpoints"}
         assert read_config(tmp_path) == Config(), "nothing is written before there is a step to do"
@@ -92,7 +86,7 @@ def test_what_does_not_change_what_is_learned_may_change(tmp_path: Path):
 def test_the_optimization_may_change_where_that_is_asked_for(tmp_path: Path):
     """Each change is kept with the first step that it counts for, also where later steps are lost."""
     make_run(tmp_path, Config())
-    other = changed(changed(Config(), "train.steps", 90), "train.learning_rate", 1e-4)
+    other = with_value(with_value(Config(), "train.steps", 90), "train.learning_rate", 1e-4)
     with pytest.raises(UserError) as raised, opened(tmp_path, other, ["train.steps"]):
         pass
     assert "train.steps" not in str(raised.value)
@@ -108,7 +102,7 @@ def test_the_optimization_may_change_where_that_is_asked_for(tmp_path: Path):
     # The run was killed before it saved a step: what it changed still counts from there on.
     assert continued(other, 30) == first
     assert continued(other, 40) == []
-    more = changed(other, "train.steps", 300)
+    more = with_value(other, "train.steps", 300)
     assert continued(more, 50) == [("train.steps", "90", "300")]
     stored = [json.loads(line) for line in (tmp_path / "changes.jsonl").read_text().splitlines()]
     assert [(x["first_step"], x["field"], x["to"]) for x in stored] == [
@@ -126,7 +120,10 @@ def test_the_optimization_may_change_where_that_is_asked_for(tmp_path: Path):
 def test_what_has_no_part_in_the_optimization_may_not_change_even_if_asked(tmp_path: Path):
     make_run(tmp_path, Config())
     for name, value in (("train.seed", 1), ("data.capacity", 256), ("adapt.lora_rank", 4)):
-        with pytest.raises(UserError, match=name), opened(tmp_path, changed(Config(), name, value), [name]):
+        with (
+            pytest.raises(UserError, match=name),
+            opened(tmp_path, with_value(Config(), name, value), [name]),
+        ):
             pass
 
 
@@ -134,7 +131,7 @@ def test_other_weights_to_start_from_are_refused_once_there_is_a_checkpoint(tmp_
     sources = tmp_path / "a", tmp_path / "b"
     for source in sources:
         source.mkdir()
-    a, b = (changed(Config(), "train.init_from", (str(source),)) for source in sources)
+    a, b = (with_value(Config(), "train.init_from", (str(source),)) for source in sources)
     workdir = tmp_path / "run"
     make_run(workdir, a)
     for asked in ((), ["train.init_from"]):
@@ -151,7 +148,7 @@ def test_other_weights_to_start_from_are_refused_once_there_is_a_checkpoint(tmp_
     # So are those that have been moved.
     (tmp_path / "moved").mkdir()
     sources[0].rename(tmp_path / "moved" / "a")
-    moved = changed(Config(), "train.init_from", (str(tmp_path / "moved" / "a"),))
+    moved = with_value(Config(), "train.init_from", (str(tmp_path / "moved" / "a"),))
     with opened(workdir, moved) as run:
         assert run.keep(5) == []
     assert read_config(workdir).train == moved.train
@@ -162,7 +159,7 @@ def test_a_run_without_a_checkpoint_starts_from_other_weights(tmp_path: Path):
     with opened(tmp_path, Config()) as run:
         run.keep(0)
     (tmp_path / "metrics.jsonl").write_text("{}\n")
-    with opened(tmp_path, changed(Config(), "train.init_from", ("/weights",))) as run:
+    with opened(tmp_path, with_value(Config(), "train.init_from", ("/weights",))) as run:
         assert [x.name for x in run.keep(0)] == ["train.init_from"]
 
 
@@ -185,7 +182,7 @@ def test_changes_that_would_do_nothing_are_refused(
     name: str, value: Any, step: int, why: str, tmp_path: Path
 ):
     make_run(tmp_path, Config())
-    with opened(tmp_path, changed(Config(), name, value), [name]) as run:
+    with opened(tmp_path, with_value(Config(), name, value), [name]) as run:
         if not why:
             assert [x.name for x in run.keep(step)] == [name]
             return
@@ -196,9 +193,9 @@ def test_changes_that_would_do_nothing_are_refused(
 
 @pytest.mark.parametrize("schedule", ["constant", "warmup_stable_decay"])
 def test_a_warm_up_that_is_over_cannot_change(schedule: str, tmp_path: Path):
-    config = changed(Config(), "train.schedule", schedule)
+    config = with_value(Config(), "train.schedule", schedule)
     make_run(tmp_path, config)
-    with opened(tmp_path, changed(config, "train.warmup_steps", 30), ["train.warmup_steps"]) as run:
+    with opened(tmp_path, with_value(config, "train.warmup_steps", 30), ["train.warmup_steps"]) as run:
         with pytest.raises(UserError, match=r"train\.warmup_steps: 20 in the run, 30 now"):
             run.keep(30)
         assert run.keep(28)
@@ -210,19 +207,19 @@ def test_a_run_keeps_a_copy_of_its_tokenizer(tmp_path: Path):
     folder.mkdir()
     (folder / "a.json").write_text("{}")
     (folder / "b.json").write_text("{ }")
-    config = changed(Config(), "data.tokenizer", str(folder / "a.json"))
+    config = with_value(Config(), "data.tokenizer", str(folder / "a.json"))
     make_run(tmp_path / "run", config)
     (tmp_path / "run").rename(tmp_path / "moved")
     (folder / "a.json").rename(folder / "c.json")
     found = read_config(tmp_path / "moved")
     assert found.data.tokenizer == str(tmp_path / "moved" / "tokenizer")
     assert Path(found.data.tokenizer, "tokenizer.json").read_text() == "{}"
-    for same in (found, changed(Config(), "data.tokenizer", str(folder / "c.json"))):
+    for same in (found, with_value(Config(), "data.tokenizer", str(folder / "c.json"))):
         with opened(tmp_path / "moved", same) as run:
             assert not run.changes
             run.keep(5)
         assert read_config(tmp_path / "moved") == found
-    other = changed(Config(), "data.tokenizer", str(folder / "b.json"))
+    other = with_value(Config(), "data.tokenizer", str(folder / "b.json"))
     with pytest.raises(UserError, match=r"data\.tokenizer"), opened(tmp_path / "moved", other):
         pass
 
@@ -242,7 +239,7 @@ def test_a_field_added_since_had_its_default_and_one_gone_is_refused(tmp_path: P
         pass
     with (
         pytest.raises(UserError, match=r"train.microbatches: 1 in the run, 2 now"),
-        opened(tmp_path, changed(Config(), "train.microbatches", 2)),
+        opened(tmp_path, with_value(Config(), "train.microbatches", 2)),
     ):
         pass
     stored["train"]["magic"] = True
@@ -310,7 +307,7 @@ def test_a_file_system_without_locks_is_reported(
 
 
 def test_a_text_only_model_is_another_model(tmp_path: Path):
-    text_only = changed(Config(), "model.encoder", None)
+    text_only = with_value(Config(), "model.encoder", None)
     make_run(tmp_path / "text", text_only)
     assert read_config(tmp_path / "text") == text_only
     with opened(tmp_path / "text", text_only):

@@ -18,6 +18,7 @@ from jaxthd.config import (
     ModelConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.bridge import to_batch
@@ -34,13 +35,11 @@ LLM = LLMConfig(
     pattern="M*-",
     vocab_size=50,
     dim=16,
-    q_heads=2,
-    kv_heads=2,
-    head_dim=8,
-    ffn_dim=16,
-    mamba_heads=2,
-    mamba_head_dim=8,
-    mamba_state=8,
+    blocks={
+        "*": Attention(heads=2, kv_heads=2, head_dim=8),
+        "-": MLP(inner=16),
+        "M": Mamba2(heads=2, head_dim=8, state=8),
+    },
 )
 OTHER_AXES = {"replica": 2, "sequence": 2}
 """A mesh as somebody else makes one: fewer axes, other names."""
@@ -73,7 +72,7 @@ def evaluate(batch: Any, config: Config, mesh: jax.sharding.Mesh) -> Gradient:
 def ours() -> Gradient:
     """Our packer's rows of the same documents, on one device."""
     config = settings(MeshConfig())
-    sizes = {"capacity": 32, "audio_capacity": 0, "num_mels": 0, "max_documents": 8}
+    sizes = {"capacity": 32, "audio_capacity": 0, "max_documents": 8}
     batch = concatenate_rows([pack_row(row, **sizes)[0] for row in documents()])
     mesh = jax.make_mesh((1,), ("device",), devices=jax.devices()[:1])
     return evaluate(batch, config, adopt_mesh(mesh))

@@ -27,23 +27,22 @@ from jaxthd.config import (
     PostTrainingConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.models.dropout import Draws, drawing, dropped
 from jaxthd.packing.document import Document
 from jaxthd.steps.forward import objective_of
+from tests.clips import clip_of
 from tests.helpers import filled_state
 
 LLM = LLMConfig(
     pattern="M*-",
     vocab_size=300,
     dim=16,
-    q_heads=2,
-    kv_heads=2,
-    head_dim=8,
-    ffn_dim=32,
-    mamba_heads=2,
-    mamba_head_dim=8,
-    mamba_state=8,
-    window=16,
+    blocks={
+        "*": Attention(heads=2, kv_heads=2, head_dim=8),
+        "-": MLP(inner=32),
+        "M": Mamba2(heads=2, head_dim=8, state=8),
+    },
 )
 BASE: dict[str, Any] = {
     "data": DataConfig(capacity=128, audio_capacity=256, max_documents=8, packing_bins=2),
@@ -122,7 +121,9 @@ def batch_of(config: Config) -> jaxthd.Batch:
         else:
             clips = [[rng.normal(size=(64, 16)).astype(np.float32)]] * (config.model.encoder is not None)
             marks = [False] * len(clips) + [True] * 9
-            documents.append(Document.splice(key, [3] * len(clips) + text, marks, clips, 3))
+            documents.append(
+                Document.splice(key, [3] * len(clips) + text, marks, [clip_of(clip) for clip in clips], 3)
+            )
     pack = jaxthd.pack_documents(config, answers=has_answers, extras=extras, depths=config.depths_trained)
     rows = iter(grain.MapDataset.source(documents).repeat().pipe(pack))
     return jaxthd.concatenate_rows([next(rows).batch for _ in range(config.data.rows)])

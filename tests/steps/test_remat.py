@@ -6,6 +6,7 @@ import jax
 import pytest
 
 from jaxthd.config import ComputeConfig, Config, EncoderConfig, LLMConfig, ModelConfig
+from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
@@ -14,13 +15,11 @@ from tests.helpers import assert_same, batch_of, filled_state
 LLM = LLMConfig(
     pattern="M*-" * 2,
     dim=16,
-    q_heads=2,
-    kv_heads=1,
-    head_dim=8,
-    ffn_dim=16,
-    mamba_heads=2,
-    mamba_head_dim=8,
-    mamba_state=8,
+    blocks={
+        "*": Attention(heads=2, kv_heads=1, head_dim=8),
+        "-": MLP(inner=16),
+        "M": Mamba2(heads=2, head_dim=8, state=8),
+    },
 )
 ENCODER = EncoderConfig(num_mels=16, layers=2, dim=16, heads=2, ffn_dim=16, subsampling_channels=4)
 KEPT: list[dict[str, Any]] = [

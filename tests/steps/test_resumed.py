@@ -13,6 +13,7 @@ from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, LLMConfig, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import write_config
+from jaxthd.models.blocks import MLP, Attention
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -29,7 +30,12 @@ from jaxthd.steps.training import make_train_step
 from tests.helpers import filled_state
 from tests.meshes.batches import CAPACITY, documents
 
-LLM = LLMConfig(pattern="-*-", vocab_size=64, dim=16, q_heads=2, kv_heads=1, head_dim=8, ffn_dim=32)
+LLM = LLMConfig(
+    pattern="-*-",
+    vocab_size=64,
+    dim=16,
+    blocks={"*": Attention(heads=2, kv_heads=1, head_dim=8), "-": MLP(inner=32)},
+)
 SHARDED, PIPED = MeshConfig(data=2, tensor=2), MeshConfig(1, 1, 2, 2)
 DECAY = 0.25
 OPTIONS = {
@@ -63,11 +69,10 @@ class Run:
         self._step = make_train_step(self.blueprint, self.mesh)
 
     def batch(self, step: int) -> Batch:
-        rows = [[one for one in row if not one.chunks] for row in documents()]
+        rows = [[one for one in row if not one.pieces] for row in documents()]
         sizes: dict[str, int] = {
             "capacity": CAPACITY,
             "audio_capacity": 0,
-            "num_mels": 0,
             "max_documents": 16,
         }
         packed = [pack_row(row, **sizes)[0] for row in rows[step:] + rows[:step]]

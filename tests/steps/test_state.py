@@ -130,8 +130,8 @@ def experts_alone(**train: float) -> tuple[Config, Batch]:
     chosen = config(MeshConfig(), **train)
     llm = replace(chosen.model.llm, pattern="ME")
     chosen = replace(chosen, model=ModelConfig(encoder=None, llm=llm))
-    sizes: dict[str, int] = {"capacity": CAPACITY, "audio_capacity": 0, "num_mels": 0, "max_documents": 16}
-    rows = [[one for one in row if not one.chunks] for row in documents()]
+    sizes: dict[str, int] = {"capacity": CAPACITY, "audio_capacity": 0, "max_documents": 16}
+    rows = [[one for one in row if not one.pieces] for row in documents()]
     return chosen, concatenate_rows([pack_row(row, **sizes)[0] for row in rows])
 
 

@@ -23,6 +23,8 @@ from jaxthd.config import (
     RolloutConfig,
     TrainConfig,
 )
+from jaxthd.models.blocks import Attention, Mamba2
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -37,7 +39,11 @@ from tests.weights import random_state
 
 MODEL = ModelConfig(
     encoder=EncoderConfig(num_mels=16, layers=1, dim=16, heads=2, ffn_dim=16, subsampling_channels=4),
-    llm=LLMConfig(pattern="ME*-", dim=16, q_heads=2, kv_heads=1, head_dim=8, mamba_heads=4, mamba_head_dim=8),
+    llm=LLMConfig(
+        pattern="ME*-",
+        dim=16,
+        blocks={"*": Attention(heads=2, kv_heads=1, head_dim=8), "M": Mamba2(heads=4, head_dim=8)},
+    ),
     adapter_dim=8,
 )
 
@@ -130,7 +136,7 @@ def _flat(tree: Any) -> np.ndarray:
 def test_gradients_in_the_compute_dtype_are_those_in_float32_but_for_rounding():
     """Of the matrices that are cast; all others are the same to the bit. The router, gates and LoRA's
     matrices are used in float32."""
-    llm = replace(MODEL.llm, pattern="ME*-", q_heads=2, attention_gate=True, shared_expert_dim=16)
+    llm = MODEL.llm.with_settings("*", heads=2, gate=True).with_settings("E", shared_inner=16)
     config = Config(
         model=ModelConfig(encoder=None, llm=llm),
         compute=ComputeConfig(dtype="bfloat16"),
@@ -139,7 +145,7 @@ def test_gradients_in_the_compute_dtype_are_those_in_float32_but_for_rounding():
     blueprint, mesh = Blueprint(config), make_mesh(MeshConfig())
     state = filled_state(blueprint, mesh)
     rng = np.random.default_rng(0)
-    sizes: dict[str, Any] = {"audio_capacity": 0, "num_mels": 16, "max_documents": 8}
+    sizes: dict[str, Any] = {"audio_capacity": 0, "front_end": FastConformer(num_mels=16), "max_documents": 8}
     documents = [
         Document.splice(str(n), rng.integers(4, 260, n).tolist(), [True] * n, [], 3) for n in (5, 20, 11, 1)
     ]
@@ -197,9 +203,9 @@ def test_an_update_that_is_not_finite_is_skipped_and_counted():
         return jax.tree.map(np.asarray, state), metrics
 
     def spoilt(value: float) -> Batch:
-        mels = sound.mels.copy()
-        mels[0, np.flatnonzero(sound.mel_mask[0])[3], 5] = value
-        return sound._replace(mels=mels)
+        mels = sound.features.copy()
+        mels[0, np.flatnonzero(sound.frame_mask[0])[3], 5] = value
+        return sound._replace(features=mels)
 
     with_bad, metrics = run([sound, spoilt(np.nan), spoilt(np.inf), sound])
     without, wanted = run([sound, sound])

@@ -6,17 +6,21 @@ import inspect
 import math
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from jaxthd.config import BlockSizes, Config, DataConfig, EncoderConfig, MeshConfig, ModelConfig
+from jaxthd.config import BlockSizes, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
+from jaxthd.config.block import Block, Blocks, usual_blocks
 from jaxthd.data.packer import pack_documents
-from jaxthd.packing.document import Document, encoder_frames
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
+from jaxthd.packing.document import AudioPiece, Document
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.validate import RULES, ConfigError, DeviceFacts, findings, rules, training, validate
 from jaxthd.validate.values import faulty_values, leaves
+from tests.front_ends import Carried
 
 CPU = DeviceFacts("cpu", 8, "cpu")
 GPU = DeviceFacts("gpu", 1, "NVIDIA H100", "9.0")
@@ -45,13 +49,22 @@ def shared_blueprint(config: Config) -> Blueprint:
 
 
 def with_changes(changes: dict[str, Any]) -> Config:
-    """The default Config with dotted paths set, even to faulty types, which constructors refuse here."""
+    """The default Config with dotted paths set, even to faulty types, which constructors refuse here.
+
+    It has the usual blocks of its patterns, and those whose settings are set.
+    """
+    letters = {
+        *changes.get("model.llm.pattern", LLMConfig().pattern),
+        *changes.get("model.llm.mtp_pattern", ""),
+    }
+    letters |= {path.split(".")[3] for path in changes if path.startswith("model.llm.blocks.")}
+    blocks = Blocks({x: block for x, block in sorted(usual_blocks().items()) if x in letters})
     config = copy.deepcopy(Config())
-    for path, value in changes.items():
+    for path, value in {"model.llm.blocks": blocks, **changes}.items():
         *groups, name = path.split(".")
         node: Any = config
         for group in groups:
-            node = getattr(node, group)
+            node = node[group] if isinstance(node, dict) else getattr(node, group)
         object.__setattr__(node, name, copy.deepcopy(value))
     return config
 
@@ -63,6 +76,15 @@ class Case(NamedTuple):
     fragment: str
     device: DeviceFacts = CPU
     is_warning: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recurrent(Block):
+    """A block that cannot take documents that context ranks share."""
+
+    title = "recurrent"
+    letter = "A"
+    kind: str = "recurrent"
 
 
 PIPELINE = {"mesh.pipeline": 2, "data.rows": 4, "train.microbatches": 4}
@@ -89,7 +111,10 @@ CASES = [
         "data.packing is 'best'; expected one of 'first_fit', 'best_fit', 'best_fit_decreasing', 'padded'",
     ),
     Case({"compute.dtype": "float16"}, "expected one of 'float32', 'bfloat16', 'float64'"),
-    Case({"model.llm.mamba_dt_limit": (0.0,)}, "mamba_dt_limit is (0.0,); expected a value of type tuple"),
+    Case(
+        {"model.llm.blocks.M.dt_limit": (0.0,)}, "blocks.M.dt_limit is (0.0,); expected a value of type tuple"
+    ),
+    Case({"model.llm.blocks": Blocks({"M": None})}, "model.llm.blocks is {'M': None}; expected a value of"),
     Case({"mesh": None}, "mesh is None; expected a value of type MeshConfig"),
     Case(
         {"data.validation_manifest": 3}, "data.validation_manifest is 3; expected a value of type str | tuple"
@@ -134,38 +159,39 @@ CASES = [
     Case({"mesh.context": 2, "data.capacity": 2050}, "set data.capacity to 2048 or 2052"),
     Case({"mesh.context": 3, "data.audio_capacity": 24000}, "set data.capacity to 2046 or 2052"),
     Case(
-        {"mesh.context": 4, "data.capacity": 8, "model.llm.mamba_conv": 4, "data.audio_capacity": 0}
+        {"mesh.context": 4, "data.capacity": 8, "model.llm.blocks.M.conv": 4, "data.audio_capacity": 0}
         | {"data.prompt": "", "data.max_documents": 8},
         "holds 1 tokens; expected 3",
     ),
     # Multi-token prediction.
     Case({"model.llm.mtp_pattern": "*|E"}, "model.llm.mtp_pattern '*|E' holds |"),
     Case({"model.llm.mtp_pattern": "*-", "model.llm.mtp_depths": 0}, "model.llm.mtp_depths is 0"),
-    Case({"model.llm.mtp_pattern": "E", "model.llm.experts_per_token": 9}, "experts_per_token is 9"),
+    Case({"model.llm.mtp_pattern": "E", "model.llm.blocks.E.experts_per_token": 9}, "experts_per_token is 9"),
     Case(
         {"model.llm.mtp_pattern": "*-", "train.mtp_loss": 0.0},
         "train.mtp_loss is 0 with model.llm.mtp_pattern '*-'",
     ),
     Case(
-        {"mesh.tensor": 3, "model.llm.pattern": "*", "model.llm.mtp_pattern": "*", "model.llm.q_heads": 6}
-        | {"model.llm.kv_heads": 3, "model.llm.vocab_size": 261, "data.audio_capacity": 24000},
+        {"mesh.tensor": 3, "model.llm.pattern": "*", "model.llm.mtp_pattern": "*"}
+        | {"model.llm.blocks.*.heads": 6, "model.llm.blocks.*.kv_heads": 3}
+        | {"model.llm.vocab_size": 261, "data.audio_capacity": 24000},
         "set mesh.tensor to 1 or 2",
     ),
     # What tensor and pipeline ranks share.
     Case(
         {"mesh.tensor": 8, "model.llm.pattern": "*-", "model.llm.vocab_size": 264}
         | {"data.audio_capacity": 24064},
-        "set mesh.tensor to 1, 2 or 4, or model.llm.q_heads to 8",
+        "set mesh.tensor to 1, 2 or 4, or model.llm.blocks.*.heads to 8",
     ),
     Case(
-        {"mesh.tensor": 3, "model.llm.pattern": "E", "model.llm.expert_dim": 126, "model.llm.vocab_size": 261}
-        | {"data.audio_capacity": 24000},
-        "set mesh.tensor to 1 or 2, or model.llm.shared_expert_dim to 255 or 258",
+        {"mesh.tensor": 3, "model.llm.pattern": "E", "model.llm.blocks.E.inner": 126}
+        | {"model.llm.vocab_size": 261, "data.audio_capacity": 24000},
+        "set mesh.tensor to 1 or 2, or model.llm.blocks.E.shared_inner to 255 or 258",
     ),
     Case(
-        {"mesh.tensor": 3, "model.llm.pattern": "*", "model.llm.q_heads": 6, "model.llm.vocab_size": 261}
-        | {"data.audio_capacity": 24000},
-        "mesh.tensor is 3 with model.llm.kv_heads 2",
+        {"mesh.tensor": 3, "model.llm.pattern": "*", "model.llm.blocks.*.heads": 6}
+        | {"model.llm.vocab_size": 261, "data.audio_capacity": 24000},
+        "mesh.tensor is 3 with model.llm.blocks.*.kv_heads 2",
     ),
     Case({"mesh.tensor": 2, "model.llm.vocab_size": 261}, "set model.llm.vocab_size to 262"),
     Case({"mesh.stages_per_rank": 2}, "mesh.stages_per_rank is 2 with mesh.pipeline 1"),
@@ -187,27 +213,32 @@ CASES = [
         "compute.sequence_sharded with 2047 tokens of a microbatch for 2 tensor ranks",
     ),
     Case(
-        {"mesh.data": 2, "data.rows": 2, "model.llm.pattern": "E", "model.llm.experts": 7},
-        "model.llm.experts is 7 for 2 data and context ranks",
+        {"mesh.data": 2, "data.rows": 2, "model.llm.pattern": "E", "model.llm.blocks.E.experts": 7},
+        "model.llm.blocks.E has 7 experts for 2 data and context ranks",
         is_warning=True,
     ),
     Case(
         {"mesh.context": 4, "data.capacity": 8, "data.audio_capacity": 0, "model.llm.pattern": "D"}
         | {"data.prompt": "", "data.max_documents": 8},
-        "the delta rule's convolution of 4 taps looks that far back",
+        "model.llm.blocks.D has a convolution of 4 taps, which looks that far back",
     ),
     Case(
-        {"mesh.tensor": 4, "model.llm.pattern": "D", "model.llm.delta.value_heads": 6},
-        "mesh.tensor is 4 with model.llm.delta.value_heads 6",
+        {"mesh.tensor": 4, "model.llm.pattern": "D", "model.llm.blocks.D.value_heads": 6},
+        "mesh.tensor is 4 with model.llm.blocks.D.value_heads 6",
     ),
     Case(
         {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "D*"}
-        | {"model.llm.delta.conv": 6},
-        'model.llm.delta.conv is 6 with compute.context_layout "whole"',
+        | {"model.llm.blocks.D.conv": 6},
+        'model.llm.blocks.D has a convolution of 6 taps with compute.context_layout "whole"',
     ),
     Case(
-        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6},
-        'model.llm.mamba_conv is 6 with compute.context_layout "whole"',
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.blocks.M.conv": 6},
+        'model.llm.blocks.M has a convolution of 6 taps with compute.context_layout "whole"',
+    ),
+    Case(
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.pattern": "A"}
+        | {"model.llm.blocks": Blocks(A=Recurrent())},
+        'model.llm.blocks.A is recurrent with compute.context_layout "whole"',
     ),
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
@@ -228,7 +259,11 @@ CASES = [
     Case({"data.audio_placeholder": "<audio>"}, "write <audio> once in data.prompt"),
     Case(
         {"data.spec_augment.freq": (1, 80)},
-        "data.spec_augment.freq is (1, 80) with 80 mel bands",
+        "data.spec_augment.freq is (1, 80) with 80 bands",
+    ),
+    Case(
+        {"model.encoder": Carried(), "data.spec_augment.freq": (1, 4)},
+        "data.spec_augment.freq is (1, 4) with the front end carried",
     ),
     Case(
         {"data.spec_augment.time": (1, 1.0)},
@@ -242,7 +277,7 @@ CASES = [
     # The model.
     Case({"model.encoder.num_mels": 4}, "set model.encoder.num_mels to 8"),
     Case({"model.encoder.num_mels": 84}, "set model.encoder.num_mels to 80 or 88"),
-    Case({"model.encoder.num_mels": 200}, "num_mels=200 leaves bands [0, 25, 50] without a bin"),
+    Case({"model.encoder.num_mels": 200}, "200 mel bands leave bands [0, 25, 50] without a bin"),
     Case({"model.encoder.dim": 130}, "set model.encoder.dim to 128 or 132"),
     Case(
         {"model.encoder.dim": 135, "model.encoder.heads": 5},
@@ -252,75 +287,122 @@ CASES = [
     Case({"model.llm.pattern": ""}, "model.llm.pattern '' is empty"),
     Case({"model.llm.pattern": "|"}, "model.llm.pattern '|' is empty"),
     Case({"model.llm.pattern": "MXM*Y"}, "'MXM*Y' holds X, Y"),
-    Case({"model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
-    Case({"model.llm.pattern": "W-", "model.llm.q_heads": 5}, "set model.llm.q_heads to 4 or 6"),
-    Case({"model.llm.mamba_heads": 9}, "set model.llm.mamba_heads to 8 or 10"),
     Case(
-        {"model.llm.pattern": "D*", "model.llm.delta.value_heads": 5},
-        "set model.llm.delta.value_heads to 4 or 6, or model.llm.delta.key_heads to a divisor",
+        {
+            "model.llm.pattern": "M*",
+            "model.llm.blocks": Blocks({"M": Mamba2(), "*": Attention(), "=": MLP()}),
+        },
+        "model.llm.blocks has '='; expected one letter",
     ),
-    Case({"model.llm.mamba_dt_limit": (0.1, 0.1)}, "model.llm.mamba_dt_limit is (0.1, 0.1)"),
     Case(
-        {"model.llm.rope.theta": 1e4, "model.llm.rope.fraction": 0.1},
-        "model.llm.rope.fraction is 0.1, which is 3 of model.llm.head_dim's features; expected an even",
+        {"model.llm.pattern": "VW"}
+        | {"model.llm.blocks": Blocks({"V": Attention(window=2), "W": Attention(window=4)})},
+        "attention has windows of [2, 4]; expected one size",
     ),
-    Case({"model.llm.rope.theta": 0.5}, "model.llm.rope.theta is 0.5 and factor 1.0; expected theta above 1"),
     Case(
-        {"model.llm.rope.theta": 1e4, "model.llm.rope.scaling": "yarn"},
-        "model.llm.rope.original_positions is 0 with scaling 'yarn'; expected more than 0",
+        {"model.llm.pattern": "EF", "model.llm.blocks": Blocks({"E": MoE(), "F": MoE(experts=4)})},
+        "model.llm.blocks E, F route tokens; expected one kind of block that does",
+    ),
+    Case({"model.llm.blocks.*.heads": 5}, "set model.llm.blocks.*.heads to 4 or 6"),
+    Case(
+        {"model.llm.pattern": "W-", "model.llm.blocks.W.heads": 5}, "set model.llm.blocks.W.heads to 4 or 6"
+    ),
+    Case({"model.llm.blocks.M.heads": 9}, "set model.llm.blocks.M.heads to 8 or 10"),
+    Case(
+        {"model.llm.pattern": "D*", "model.llm.blocks.D.value_heads": 5},
+        "set model.llm.blocks.D.value_heads to 4 or 6, or model.llm.blocks.D.key_heads to a divisor",
+    ),
+    Case({"model.llm.blocks.M.dt_limit": (0.1, 0.1)}, "model.llm.blocks.M.dt_limit is (0.1, 0.1)"),
+    Case(
+        {"model.llm.blocks.*.rope.theta": 1e4, "model.llm.blocks.*.rope.fraction": 0.1},
+        "model.llm.blocks.*.rope.fraction is 0.1, which is 3 features of model.llm.blocks.*.head_dim 32; "
+        "expected an even",
+    ),
+    Case(
+        {"model.llm.blocks.*.rope.theta": 0.5},
+        "model.llm.blocks.*.rope.theta is 0.5 and factor 1.0; expected theta above 1",
+    ),
+    Case(
+        {"model.llm.blocks.*.rope.theta": 1e4, "model.llm.blocks.*.rope.scaling": "yarn"},
+        "model.llm.blocks.*.rope.original_positions is 0 with scaling 'yarn'; expected more than 0",
     ),
     Case(
         {
-            "model.llm.rope.theta": 1e4,
-            "model.llm.rope.scaling": "llama3",
-            "model.llm.rope.original_positions": 8,
-            "model.llm.rope.low_freq_factor": 4.0,
+            "model.llm.blocks.*.rope.theta": 1e4,
+            "model.llm.blocks.*.rope.scaling": "llama3",
+            "model.llm.blocks.*.rope.original_positions": 8,
+            "model.llm.blocks.*.rope.low_freq_factor": 4.0,
         },
         "low_freq_factor and high_freq_factor 4.0 and 4.0; expected the first less than the second",
     ),
     Case(
-        {"model.llm.rope.scaling": "linear", "model.llm.rope.factor": 2.0},
-        "model.llm.rope.scaling is 'linear' with theta 0",
+        {"model.llm.blocks.*.rope.scaling": "linear", "model.llm.blocks.*.rope.factor": 2.0},
+        "model.llm.blocks.*.rope.scaling is 'linear' with theta 0",
         is_warning=True,
     ),
     Case(
-        {"model.llm.pattern": "L-", "model.llm.qk_norm": True, "model.llm.attention_sinks": True},
-        "model.llm.qk_norm and attention_sinks with model.llm.pattern 'L-'",
-        is_warning=True,
+        {"model.llm.pattern": "L-", "model.llm.blocks.*.qk_norm": True, "model.llm.blocks.W.sinks": True},
+        "model.llm.blocks has *, W, which no block of model.llm.pattern is; expected settings of the blocks "
+        "that it has, -, L",
     ),
     Case(
-        {"model.llm.pattern": "M", "model.llm.attention_gate": True}, "attention_gate with", is_warning=True
+        {"model.llm.pattern": "-", "model.llm.blocks.*.heads": 5, "model.llm.blocks.M.heads": 9}
+        | {"model.llm.blocks.E.experts_per_token": 9, "model.llm.blocks.M.dt_limit": (1.0, 0.0)},
+        "model.llm.blocks has *, E, M, which no block",  # and nothing else is said of these
     ),
     Case(
-        {"model.llm.pattern": "M", "model.llm.attention_bias": True}, "attention_bias with", is_warning=True
+        {"model.llm.pattern": "M"}
+        | {"model.llm.blocks.-.form": "clamped_swiglu", "model.llm.blocks.-.limit": 0.0},
+        "model.llm.blocks has -, which no block",
     ),
     Case(
-        {"model.llm.pattern": "M-", "model.llm.ffn_form": "clamped_swiglu", "model.llm.swiglu_limit": 0.0},
-        "model.llm.swiglu_limit is 0 with",
-    ),
-    Case({"model.llm.pattern": "ME", "model.llm.experts_per_token": 9}, "at most the 8 of model.llm.experts"),
-    Case(
-        {"model.llm.pattern": "E", "model.llm.shared_expert_dim": 0, "model.llm.shared_expert_gate": True},
-        "shared_expert_dim is 0 with model.llm.shared_expert_gate True",
-    ),
-    Case({"model.llm.pattern": "E", "model.llm.router_groups": 3}, "router_groups is 3 with 8 experts"),
-    Case({"model.llm.pattern": "E", "model.llm.router_groups": 8}, "a divisor of 8 up to 4, or to 1"),
-    Case(
-        {"model.llm.pattern": "E", "model.llm.router_groups": 4, "model.llm.experts_per_token": 3},
-        "router_groups_per_token is 1; expected 2 to 4",
+        {"model.llm.pattern": "M", "model.llm.blocks.*.gate": True},
+        "model.llm.blocks has *, which no block",
     ),
     Case(
-        {"model.llm.pattern": "L-", "model.llm.latent_attention.qk_rope_head_dim": 7}
-        | {"model.llm.rope.theta": 1e4},
-        "set model.llm.latent_attention.qk_rope_head_dim to 6 or 8",
+        {"model.llm.pattern": "M", "model.llm.blocks.*.bias": True},
+        "model.llm.blocks has *, which no block",
     ),
-    Case({"mesh.tensor": 2, "model.llm.pattern": "L", "model.llm.q_heads": 5}, "model.llm.q_heads 5"),
+    Case(
+        {"model.llm.pattern": "M-"}
+        | {"model.llm.blocks.-.form": "clamped_swiglu", "model.llm.blocks.-.limit": 0.0},
+        "model.llm.blocks.-.limit is 0 with",
+    ),
+    Case(
+        {"model.llm.pattern": "ME", "model.llm.blocks.E.experts_per_token": 9},
+        "at most the 8 of model.llm.blocks.E.experts",
+    ),
+    Case(
+        {"model.llm.pattern": "E"}
+        | {"model.llm.blocks.E.shared_inner": 0, "model.llm.blocks.E.shared_gate": True},
+        "shared_inner is 0 with model.llm.blocks.E.shared_gate True",
+    ),
+    Case(
+        {"model.llm.pattern": "E", "model.llm.blocks.E.router.groups": 3}, "router.groups is 3 with 8 experts"
+    ),
+    Case(
+        {"model.llm.pattern": "E", "model.llm.blocks.E.router.groups": 8}, "a divisor of 8 up to 4, or to 1"
+    ),
+    Case(
+        {"model.llm.pattern": "E"}
+        | {"model.llm.blocks.E.router.groups": 4, "model.llm.blocks.E.experts_per_token": 3},
+        "router.groups_per_token is 1; expected 2 to 4",
+    ),
+    Case(
+        {"model.llm.pattern": "L-", "model.llm.blocks.L.qk_rope_head_dim": 7}
+        | {"model.llm.blocks.L.rope.theta": 1e4},
+        "set model.llm.blocks.L.qk_rope_head_dim to 6 or 8",
+    ),
+    Case(
+        {"mesh.tensor": 2, "model.llm.pattern": "L", "model.llm.blocks.L.heads": 5},
+        "model.llm.blocks.L.heads 5",
+    ),
     Case(
         {
             "compute.attention_backend": "te",
             "compute.dtype": "bfloat16",
             "model.llm.pattern": "*L",
-            "model.llm.head_dim": 20,
+            "model.llm.blocks.*.head_dim": 20,
         },
         "and they have 20",
         GPU,
@@ -352,7 +434,7 @@ CASES = [
         {
             "compute.scan_backend": "pallas",
             "compute.block_sizes": BlockSizes(scan=48),
-            "model.llm.mamba_state": 8,
+            "model.llm.blocks.M.state": 8,
         },
         "chunk 48 is no power of two from 16 up and state 8 is no power of two from 16 up",
         GPU,
@@ -397,7 +479,8 @@ CASES = [
     Case({"compute.fp8": ("*.query",)}, "compute.fp8 '*.query' matches no projection"),
     Case({"compute.fp8": ("*.mixer.router",), "model.llm.pattern": "E"}, "'*.mixer.router' matches no proj"),
     Case(
-        {"compute.fp8": ("*.mixer.k",), "mesh.tensor": 2, "model.llm.head_dim": 8, "model.llm.kv_heads": 2},
+        {"compute.fp8": ("*.mixer.k",), "mesh.tensor": 2}
+        | {"model.llm.blocks.*.head_dim": 8, "model.llm.blocks.*.kv_heads": 2},
         "(decoder.layers.attention.mixer.k 128 x 8 on a rank)",
     ),
     Case(
@@ -424,7 +507,7 @@ CASES = [
     Case(TEXT | {"adapt.freeze": ("encoder.*",)}, "adapt.freeze 'encoder.*' matches nothing"),
     Case(
         {"compute.fp8": ("experts",)},
-        'compute.fp8 has "experts" with a model without experts; expected layers E',
+        'compute.fp8 has "experts" with a model without experts; expected layers with experts',
     ),
     Case(
         {"compute.fp8": ("experts",), "model.llm.pattern": "E"},
@@ -595,22 +678,28 @@ def test_every_finding_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_all_errors_are_listed_at_once_and_numbered() -> None:
-    changes = {"data.rows": 3, "mesh.data": 2, "data.prompt": "", "model.llm.q_heads": 5, "data.round_to": 3}
+    changes = {"data.rows": 3, "mesh.data": 2, "data.prompt": "", "data.round_to": 3}
+    changes |= {"model.llm.blocks.*.heads": 5}
     with pytest.raises(ConfigError) as caught:
         validate(with_changes(changes), CPU)
     first, *lines = str(caught.value).splitlines()
     assert "4 to correct" in first
     assert [line.split()[0] for line in lines] == ["1.", "2.", "3.", "4."]
-    for field, line in zip(("data.rows", "data.round_to", "data.prompt", "q_heads"), lines, strict=True):
+    for field, line in zip(
+        ("data.rows", "data.round_to", "data.prompt", "blocks.*.heads"), lines, strict=True
+    ):
         assert field in line
         assert "; expected " in line
     with pytest.raises(ConfigError, match="2 to correct; then what settings mean together is checked"):
         validate(with_changes(changes | {"data.rows": 0, "train.steps": 0}), CPU)
 
 
+ALL_BLOCKS = {"model.llm.pattern": "".join(usual_blocks())}
+
+
 def test_numbers_beyond_32_bits_are_refused_for_every_setting() -> None:
     """Seeds have 32 bits, and no sign."""
-    hints = {path: getattr(hint, "__origin__", hint) for path, hint, _ in leaves(Config())}
+    hints = {path: getattr(hint, "__origin__", hint) for path, hint, _ in leaves(with_changes(ALL_BLOCKS))}
     numbers = {path: hint for path, hint in hints.items() if hint in (int, float)}
     assert len(numbers) > 100
     for path, hint in numbers.items():
@@ -626,8 +715,25 @@ def test_numbers_beyond_32_bits_are_refused_for_every_setting() -> None:
 def test_a_faulty_value_silences_the_rules() -> None:
     (finding,) = findings(with_changes({"mesh.context": 0, "data.capacity": 2050}), CPU)
     assert "mesh.context is 0" in str(finding)
-    (finding,) = findings(with_changes({"model.llm.mamba_groups": 0, "model.llm.q_heads": 5}), CPU)
-    assert "mamba_groups is 0" in str(finding)
+    (finding,) = findings(with_changes({"model.llm.blocks.M.groups": 0, "model.llm.blocks.*.heads": 5}), CPU)
+    assert "blocks.M.groups is 0" in str(finding)
+
+
+def test_blocks_follow_a_pattern_that_replaces_another() -> None:
+    """The command line may give another pattern than the config file: blocks go and come. A letter of a kind
+    that another letter has takes its settings."""
+    attention, mamba = Attention(heads=8, head_dim=16), Mamba2(heads=4)
+    given = LLMConfig(pattern="M*", blocks={"M": mamba, "*": attention})
+    assert replace(given, pattern="M").blocks == {"M": mamba}
+    assert replace(given, pattern="MWE").blocks == {
+        "M": mamba,
+        "W": replace(attention, window=128),
+        "E": MoE(),
+    }
+    assert findings(Config(model=ModelConfig(llm=replace(given, pattern="M"))), CPU) == []
+    unused = LLMConfig(pattern="M", blocks={"M": mamba, "E": MoE()})
+    (found,) = findings(Config(model=ModelConfig(llm=unused)), CPU)
+    assert "model.llm.blocks has E" in str(found)
 
 
 def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
@@ -657,16 +763,13 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
         }
         | {"data.max_documents": 24},  # a context chunk of 3 tokens for 4 taps; 8 mel frames a rank
         {"data.capacity": 376, "data.round_to": 376, "data.audio_capacity": 3008},  # one chunk of 30 s
-        {"model.llm.pattern": "ME", "model.llm.experts_per_token": 8, "model.llm.vocab_size": 260}
-        | {"model.llm.shared_expert_dim": 0},
-        {"model.llm.pattern": "LE", "model.llm.shared_expert_dim": 0, "model.llm.router_groups": 4}
-        | {"model.llm.router_groups_per_token": 1},
-        {"model.llm.pattern": "M", "model.llm.mtp_pattern": "W", "model.llm.qk_norm": True},
-        {"model.llm.pattern": "M", "model.llm.ffn_form": "clamped_swiglu", "model.llm.swiglu_limit": 0.0},
+        {"model.llm.pattern": "ME", "model.llm.blocks.E.experts_per_token": 8, "model.llm.vocab_size": 260}
+        | {"model.llm.blocks.E.shared_inner": 0},
+        {"model.llm.pattern": "LE", "model.llm.blocks.E.shared_inner": 0}
+        | {"model.llm.blocks.E.router.groups": 4, "model.llm.blocks.E.router.groups_per_token": 1},
+        {"model.llm.pattern": "M", "model.llm.mtp_pattern": "W", "model.llm.blocks.W.qk_norm": True},
         {"model.encoder.num_mels": 8, "model.encoder.conv_kernel": 1, "model.encoder.heads": 64},
         {"train.steps": 20, "train.min_learning_rate": 1e-3, "train.validate_every": 0},
-        {"model.llm.pattern": "-", "model.llm.q_heads": 5, "model.llm.mamba_heads": 9}
-        | {"model.llm.experts_per_token": 9, "model.llm.mamba_dt_limit": (1.0, 0.0)},  # in no block
         {"data.audio_capacity": 0, "data.prompt": ""},
         {"data.audio_placeholder": "<a>", "data.prompt": "<a>", "data.spec_augment.freq": (0, 80)},
         {"data.rows": 8, "mesh.data": 2, "train.microbatches": 4},
@@ -678,7 +781,7 @@ def test_transformer_engine_is_refused_where_it_is_known_to_be_wrong() -> None:
             "model.llm.pattern": "M|*-|-|ME",
         },  # unlike stages
         {**PIPELINE, "mesh.context": 2, "model.llm.pattern": "M*-M*-"},  # equal ones
-        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.mamba_conv": 6}
+        {"mesh.context": 2, "compute.context_layout": "whole", "model.llm.blocks.M.conv": 6}
         | {"compute.context_splits": 0},  # no document is split
         {"data.capacity": 2047},  # one context rank holds any number of tokens
         {"data.packing": "padded", "data.max_documents": 4096},  # the bound is not used
@@ -718,9 +821,9 @@ def test_the_validator_warns_of_exactly_the_audio_capacities_without_room_for_a_
 ) -> None:
     """Whatever the mesh: a document of one longest chunk is packed, or there was a warning."""
     encoder = EncoderConfig(num_mels=8, chunk_seconds=seconds)
-    n = encoder_frames(encoder.chunk_frames)
-    chunk, flags = np.zeros((encoder.chunk_frames, 8), np.float32), np.ones(n, bool)
-    document = Document("a", np.zeros(n, np.int32), flags, ~flags, (chunk,))
+    n = encoder.units(encoder.longest)
+    piece, flags = AudioPiece(np.zeros((encoder.longest, 8), np.float32), 0, n), np.ones(n, bool)
+    document = Document("a", np.zeros(n, np.int32), flags, ~flags, (piece,))
     for frames in range(8, 3 * 144 + 16, 8):
         data = DataConfig(capacity=96, audio_capacity=frames, max_documents=3)
         config = Config(mesh=MeshConfig(context=context), data=data, model=ModelConfig(encoder=encoder))

@@ -14,9 +14,9 @@ import soxr
 from jaxtyping import Float32
 
 from jaxthd.config import AugmentConfig
-from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, load_audio
-from jaxthd.data.example import Clip
+from jaxthd.data.example import Clip, document_rng
 
 LOW_PASS_ORDER = 8
 """Order of the Butterworth filter: 48 dB an octave."""

@@ -11,13 +11,13 @@ import soundfile
 import soxr
 from jaxtyping import Float32
 
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.audio.cells import CellError
 from jaxthd.data.audio.containers import DURATION_SLACK
 from jaxthd.data.audio.decoder import DECODED, UNKNOWN, open_recording
-from jaxthd.data.audio.features import HOP, SAMPLE_RATE
 from jaxthd.data.example import Cell, Channels, Clip, Member, Samples
 
-MIN_SAMPLES = 2 * HOP
+MIN_SAMPLES = 320
 """Fewest samples: two mel frames, since the standard deviation divides by their number less one."""
 RATES = range(1_000, 1_000_001)
 """Accepted sampling rates in Hz; others come from damaged headers."""
@@ -275,20 +275,3 @@ def _cancels(powers: np.ndarray, samples: int) -> bool:
     """Returns whether the mean of channels that are heard is silence. powers: sums of squares of the mean,
     and of a channel, over so many samples."""
     return bool(powers[1] > HEARD * samples and powers[0] < LEAST_POWER * powers[1])
-
-
-def chunk_audio(
-    samples: Float32[np.ndarray, " samples"], chunk_samples: int
-) -> list[Float32[np.ndarray, " _"]]:
-    """Divides audio into encoder chunks of `chunk_samples`: views, in order, together all samples.
-
-    A tail of less than two mel frames (320 samples) is added to the chunk before it. So the last chunk has at
-    least 320 samples (if the audio has) and at most chunk_samples + 319: one mel frame more than the others.
-    Raises ValueError for a chunk_samples that is not a multiple of 160 or is under 320.
-    """
-    if chunk_samples % HOP or chunk_samples < MIN_SAMPLES:
-        raise ValueError(
-            f"chunk_samples={chunk_samples}; expected a multiple of {HOP} (a mel frame) >= {MIN_SAMPLES}"
-        )
-    ends = list(range(chunk_samples, len(samples) - MIN_SAMPLES + 1, chunk_samples))
-    return np.split(samples, ends)

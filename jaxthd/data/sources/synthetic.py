@@ -25,7 +25,8 @@ import soxr
 from jaxtyping import Float32
 from tqdm import tqdm
 
-from jaxthd.data.audio.features import SAMPLE_RATE, document_rng
+from jaxthd.config.front_end import SAMPLE_RATE
+from jaxthd.data.example import document_rng
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.text.synthetic import digits_of, draw_sum, draw_text

@@ -17,7 +17,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.ops.attention.contract import AttentionBackend, Call
-from jaxthd.ops.backend import RAN_ON_CPU
+from jaxthd.ops.backend import RAN_ON_CPU, RAN_ON_GPU
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.intervals import KeyIntervals, blocked
 
@@ -214,6 +214,6 @@ BACKEND = AttentionBackend(
     lambda shape, machine: None,
     _forward,
     _backward,
-    f"{RAN_ON_CPU}; not yet run on a GPU",
+    f"{RAN_ON_CPU}; {RAN_ON_GPU}",
     takes_any_intervals=True,
 )

@@ -6,7 +6,7 @@ gradients of queries and those of keys and values: nothing is added in an order 
 no interval reaches are not visited.
 
 The lowering is Triton's, as in ops/scan/pallas.py, by jax's public Pallas alone. On a CPU the kernels are
-interpreted. Not yet run on a GPU.
+interpreted.
 
 Legend: N queries, S keys, H query heads, K key/value heads, G = H / K, D query/key dim, V value dim, W
 distances of a bias.
@@ -23,7 +23,7 @@ from jaxtyping import Float, Int32
 
 from jaxthd.ops.attention import pallas_kernels as kernels
 from jaxthd.ops.attention.contract import AttentionBackend, AttentionShape, Call
-from jaxthd.ops.backend import Machine
+from jaxthd.ops.backend import RAN_ON_GPU, Machine
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.pallas_launch import SMALLEST, below_ampere, launch
 from jaxthd.packing.intervals import key_intervals
@@ -286,10 +286,7 @@ def _backward(
     return dq, dk, dv
 
 
-VERIFIED = (
-    "not yet run; interpreted on a CPU, jax 0.10.2 and 0.12.0.1, lowered for CUDA by 0.10.2, and compiled "
-    "for an H100 without one by 0.12.0.1, 2026-11-23"
-)
+VERIFIED = f"{RAN_ON_GPU}; interpreted on a CPU, jax 0.10.2 and 0.12.0.1, 2026-11-23"
 BACKEND = AttentionBackend(
     "pallas", _unfit, _forward, _backward, VERIFIED, takes_any_intervals=True, is_interpreted_on_cpu=True
 )

@@ -37,8 +37,6 @@ Which lowering: Triton. It lowers on a machine without a GPU, its kernels are tr
 JAX program, and it runs on every NVIDIA GPU since Ampere. The matrix instructions of Mosaic GPU are those of
 one generation each. jax 0.11 and 0.12 lower the same kernels, and announce that a later version will not.
 
-Not yet run on a GPU.
-
 Legend: as ops/scan/ssd.py; n tiles of a scan chunk, q tokens of a tile. Tokens N are filled up to whole scan
 chunks.
 """
@@ -52,7 +50,7 @@ from jax import Array
 from jax.experimental import pallas as pl
 from jaxtyping import Float
 
-from jaxthd.ops.backend import RAN_ON_CPU, Machine
+from jaxthd.ops.backend import RAN_ON_CPU, RAN_ON_GPU, Machine
 from jaxthd.ops.pallas_launch import SMALLEST, below_ampere
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs, ScanShape
 from jaxthd.ops.scan.pallas_launches import (
@@ -141,7 +139,7 @@ BACKEND = ScanBackend(
     "pallas",
     _unfit,
     ssd_pallas,
-    f"not yet run; interpreted, and lowered for CUDA, on a {RAN_ON_CPU}",
+    f"{RAN_ON_GPU}; interpreted on a {RAN_ON_CPU}",
     is_interpreted_on_cpu=True,
 )
 

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxthd.ops.backend import RAN_ON_CPU
+from jaxthd.ops.backend import RAN_ON_CPU, RAN_ON_GPU
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs
 from jaxthd.ops.scan.decays import Decays, decays_of
@@ -36,7 +36,7 @@ def ssd(inputs: ScanInputs, segments: Segments, *, chunk: int) -> Float[Array, "
     return ssd_and_states(inputs, segments, jnp.zeros(0, jnp.int32), chunk=chunk)[0]
 
 
-BACKEND = ScanBackend("xla", lambda shape, machine: None, ssd, f"{RAN_ON_CPU}; not yet run on a GPU")
+BACKEND = ScanBackend("xla", lambda shape, machine: None, ssd, f"{RAN_ON_CPU}; {RAN_ON_GPU}")
 
 
 def ssd_and_states(
@@ -110,7 +110,12 @@ def by_scan_chunk(x: Array, context_chunks: int, chunk: int) -> Array:
 
 
 def in_whole_chunks(x: Array, context_chunks: int, chunk: int) -> Array:
-    """x [N, ...] with zeros behind each context chunk, up to whole scan chunks."""
+    """x [N, ...] with zeros behind each context chunk, up to whole scan chunks; else x itself.
+
+    The backward pass would keep a reshaped x beside x: 2.4 GiB in a step of hybrid-4b on H100s.
+    """
+    if len(x) // context_chunks % chunk == 0:
+        return x
     x = x.reshape(context_chunks, len(x) // context_chunks, *x.shape[1:])
     x = jnp.pad(x, [(0, 0), (0, -x.shape[1] % chunk)] + [(0, 0)] * (x.ndim - 2))
     return x.reshape(-1, *x.shape[2:])

@@ -14,34 +14,23 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int32
 
-from jaxthd.config import ComputeConfig, EncoderConfig
-from jaxthd.models.encoder_attention import Clips, RelativeAttention, frequencies
-from jaxthd.models.layers import Linear
-from jaxthd.models.subsampling import Subsampling
+from jaxthd.config import ComputeConfig
+from jaxthd.models.front_ends.fastconformer.attention import Clips, RelativeAttention, frequencies
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING, FastConformer
+from jaxthd.models.front_ends.fastconformer.subsampling import Subsampling
+from jaxthd.models.layers import LayerNorm, Linear
 from jaxthd.ops.activations import glu, silu
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, extended, make_neighbours
-from jaxthd.ops.norms import layer_norm, scaled_deviations, squared_deviations
+from jaxthd.ops.norms import scaled_deviations, squared_deviations
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.packing.document import SUBSAMPLING, encoder_frames
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Buffer, Init, applied, scan_stack, stack
 
 _EPS = 1e-5
 _MOMENTUM = 0.1
-
-
-class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + 1e-5) * weight + bias, over the last dim, in promote(float32, x)."""
-
-    def __init__(self, dim: int, init: Init) -> None:
-        self.weight, self.bias = init.ones((dim,)), init.zeros((dim,))
-
-    def __call__(self, x_ED: Float[Array, "E D"]) -> Float[Array, "E D"]:
-        normed: Array = layer_norm(_EPS, x_ED, self.weight[...], self.bias[...])
-        return normed
 
 
 class BatchNorm(nnx.Module):
@@ -84,7 +73,7 @@ class BatchNorm(nnx.Module):
 class FeedForward(nnx.Module):
     """Linear, SiLU, linear."""
 
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
+    def __init__(self, config: FastConformer, init: Init) -> None:
         self.up = Linear(config.dim, config.ffn_dim, init, bias=config.linear_bias)
         self.down = Linear(config.ffn_dim, config.dim, init, bias=config.linear_bias)
 
@@ -95,7 +84,7 @@ class FeedForward(nnx.Module):
 class ConvModule(nnx.Module):
     """Pointwise with GLU, depthwise inside each clip, BatchNorm, SiLU, pointwise."""
 
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
+    def __init__(self, config: FastConformer, init: Init) -> None:
         dim, taps = config.dim, config.conv_kernel
         self.up = Linear(dim, 2 * dim, init, bias=config.conv_bias)
         self.depthwise = init.normal((taps, dim))
@@ -117,7 +106,7 @@ class ConvModule(nnx.Module):
 class ConformerBlock(nnx.Module):
     """Half a feed-forward step, attention, convolution, half a feed-forward step, all residual; LayerNorm."""
 
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
+    def __init__(self, config: FastConformer, init: Init) -> None:
         self.ffn1, self.ffn2 = FeedForward(config, init), FeedForward(config, init)
         self.attention = RelativeAttention(config, init)
         self.conv = ConvModule(config, init)
@@ -135,11 +124,11 @@ class ConformerBlock(nnx.Module):
         return self.norm_out(x_ED)
 
 
-class FastConformer(nnx.Module):
+class FastConformerEncoder(nnx.Module):
     """Subsampling by 8, then conformer blocks, stacked and scanned."""
 
     def __init__(
-        self, config: EncoderConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+        self, config: FastConformer, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         """Raises ValueError when num_mels is not a multiple of 8, or heads does not divide dim."""
         init = Init.of(init, compute)
@@ -147,12 +136,10 @@ class FastConformer(nnx.Module):
             raise ValueError(
                 f"encoder.dim {config.dim} is not a multiple of encoder.heads {config.heads}; change either"
             )
-        self.subsampling = Subsampling(
-            config, init, compute.blocks.subsampling, remat=compute.remat != "none"
-        )
+        self.subsampling = Subsampling(config, init, compute.blocks.front_end, remat=compute.remat != "none")
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
-        self.longest = encoder_frames(config.chunk_frames)
+        self.longest = config.units(config.longest)
         self.remat, self.unroll = compute.remat, compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1
         self.attention = compute.encoder_attention.replace("auto", "blocks")
@@ -163,6 +150,7 @@ class FastConformer(nnx.Module):
         mel_mask_A: Bool[Array, " A"],
         segments: Segments,
         *,
+        recording_ids: Int32[Array, "R E"] | None = None,
         train: bool = False,
         axes: tuple[str, ...] = (),
         row_axes: tuple[str, ...] = (),
@@ -172,12 +160,12 @@ class FastConformer(nnx.Module):
 
         mels_AM: log-mel features in the compute dtype; every clip starts at a multiple of 8 frames.
         mel_mask_A: True on valid frames. Other frames may hold any values.
-        segments: of the E encoder frames, from batch.chunk_ids and chunk_positions; a clip is a document.
+        segments: of the E encoder frames, from batch.piece_ids and piece_positions; a clip is a document.
         train: BatchNorm uses the statistics of all ranks' valid frames if True, else the running statistics.
         axes: the mesh axes over which clips are sharded; () on a single device. Every rank of these axes must
             call this, even without clips.
         row_axes: those of them whose ranks share a row. A clip may be split over these ranks, if it is no
-            longer than config.chunk_frames; it goes on at the start of the next rank's frames, with the same
+            longer than config.longest; it goes on at the start of the next rank's frames, with the same
             id, which no other clip of the row has. Else the result is NaN.
 
         The second result has the structure of nnx.to_pure_dict(nnx.state(self, Buffer)). The running
@@ -187,7 +175,7 @@ class FastConformer(nnx.Module):
         if len(mels_AM) != SUBSAMPLING * len(segments.ids):
             raise ValueError(
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
-                f"expected {SUBSAMPLING} for each: check mels against chunk_ids"
+                f"expected {SUBSAMPLING} for each: check features against piece_ids"
             )
         neighbours = make_neighbours(segments, self.longest - 1, row_axes, axes)
         x_ED = self._subsampled(mels_AM, mel_mask_A, segments, neighbours)

@@ -12,9 +12,8 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxthd.config import EncoderConfig
+from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING, FastConformer
 from jaxthd.models.layers import Linear
-from jaxthd.packing.document import SUBSAMPLING
 from jaxthd.parallel.params import Init
 
 
@@ -78,7 +77,7 @@ class Subsampling(nnx.Module):
     and 64 channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
     """
 
-    def __init__(self, config: EncoderConfig, init: Init, piece: int, *, remat: bool = True) -> None:
+    def __init__(self, config: FastConformer, init: Init, piece: int, *, remat: bool = True) -> None:
         if config.num_mels % SUBSAMPLING:
             raise ValueError(
                 f"encoder.num_mels is {config.num_mels}; it must be a multiple of {SUBSAMPLING}, "

@@ -4,7 +4,10 @@ Legend: N tokens, D model dim, H query heads of this rank, K key and value heads
 decoding n documents of this rank, m new tokens of each.
 """
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated, Literal
 
 import jax
 import jax.numpy as jnp
@@ -12,9 +15,13 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.config import ComputeConfig, LLMConfig, RopeConfig
+from jaxthd.config.block import AttentionSizes, Block, Finding, equal_parts, register_block
+from jaxthd.config.rope import rope_faults
+from jaxthd.config.values import DERIVED, Index
+from jaxthd.files.tensor_names import Table, matrix
+from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.attention.backends import for_any_intervals
 from jaxthd.ops.attention.blockwise import BACKEND as BLOCKWISE
 from jaxthd.ops.attention.blockwise import attention_forward
@@ -28,37 +35,114 @@ from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
+COST_KEYS = 1024
+"""Keys that a token sees, as the cost counts them."""
 
-class Attention(nnx.Module):
-    """Causal grouped-query attention.
 
-    Queries and keys are normalised if llm.qk_norm, then rotated by their positions if llm.rope.theta. Outputs
-    have a gate if llm.attention_gate.
-    in_window: whether a token sees only llm.window tokens, itself and those before it.
+@dataclass(frozen=True, kw_only=True)
+class Attention(Block):
+    """Causal grouped-query attention; with a window, in a sliding one (GPT-OSS, 2025).
+
+    Keys in windows are no runs of whole documents. So they are computed blockwise if
+    compute.attention_backend is one of the fused libraries. Blocks of keys outside all windows of a block of
+    queries are skipped, and so are whole context ranks.
     """
 
-    in_window = False
+    title = "attention"
+    letter = "*"
+    splits_documents = True
+    read_with_others = ("rope.*", "window")
+    kind: Annotated[Literal["attention"], DERIVED] = "attention"
+    heads: int = 4
+    """Query heads."""
+    kv_heads: int = 2
+    """Key and value heads; must divide heads."""
+    head_dim: int = 32
+    """Dim of a head."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+    qk_norm: bool = False
+    """Whether queries and keys are normalised, each head by itself (Qwen3)."""
+    window: Index = 0
+    """Tokens that a token sees: itself and those before it (GPT-OSS: 128); 0: all before it."""
+    sinks: bool = False
+    """Whether each head has a learnt score that stands beside its keys in the softmax (GPT-OSS)."""
+    bias: bool = False
+    """Whether the four projections have biases (GPT-OSS)."""
+    gate: bool = False
+    """Whether outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next)."""
+
+    @classmethod
+    def usual(cls) -> dict[str, Block]:
+        return {"*": cls(), "W": cls(window=128)}
+
+    @property
+    def label(self) -> str:
+        return "attention in a window" if self.window else "attention"
+
+    @property
+    def stack(self) -> str:
+        return "window_attention" if self.window else "attention"
+
+    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "AttentionMixer":
+        return AttentionMixer(self, llm, init, compute)
+
+    def cost(self, dim: int) -> float:
+        keys = min(COST_KEYS, self.window) if self.window else COST_KEYS
+        heads = (3 if self.gate else 2) * self.heads + 2 * self.kv_heads
+        return float(self.head_dim * (dim * heads + 2 * keys * self.heads))
+
+    def faults(self, where: str, dim: int) -> Iterator[Finding]:
+        why = "equally many query heads share each key and value head"
+        yield from equal_parts(where, "heads", self.heads, "kv_heads", self.kv_heads, why)
+        yield from rope_faults(self.rope, where, "head_dim", self.head_dim)
+
+    def equal_sizes(self) -> Mapping[str, int]:
+        return {"heads": self.heads}
+
+    def shared_sizes(self) -> Mapping[str, int]:
+        return {"kv_heads": self.kv_heads}
+
+    def attention(self, tensor: int) -> AttentionSizes:
+        heads, kv_heads, dim = self.heads // tensor, max(self.kv_heads // tensor, 1), self.head_dim
+        return AttentionSizes(heads, kv_heads, dim, dim, self.window, 2 * kv_heads * dim)
+
+    def tensors(self) -> Table:
+        queries: Table = {"q_proj": "q"}
+        if self.gate:
+            queries = {"q_proj.weight": matrix("q.w", "gate.w", groups=self.heads)}
+        others = {"k_proj": "k", "v_proj": "v", "o_proj": "out", "q_norm": "q_norm", "k_norm": "k_norm"}
+        return {**queries, **others, "sinks": "sinks"}
+
+
+class AttentionMixer(nnx.Module):
+    """Queries and keys are normalised if block.qk_norm, then rotated by their positions if block.rope.theta.
+    Outputs have a gate if block.gate.
+    """
 
     def __init__(
-        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+        self,
+        block: Attention,
+        llm: LLMConfig,
+        init: Init | nnx.Rngs,
+        compute: ComputeConfig = ComputeConfig(),
     ) -> None:
         init = Init.of(init, compute)
-        heads, shared = over_tensor(llm.q_heads), over_tensor(llm.kv_heads)
-        inner = llm.q_heads * llm.head_dim
-        bias = llm.attention_bias
+        heads, shared = over_tensor(block.heads), over_tensor(block.kv_heads)
+        inner, values = block.heads * block.head_dim, block.kv_heads * block.head_dim
+        bias = block.bias
         self.q = Linear(llm.dim, inner, init, bias=bias, sharded_out=heads)
-        self.k = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, bias=bias, sharded_out=shared)
-        self.v = Linear(llm.dim, llm.kv_heads * llm.head_dim, init, bias=bias, sharded_out=shared)
+        self.k = Linear(llm.dim, values, init, bias=bias, sharded_out=shared)
+        self.v = Linear(llm.dim, values, init, bias=bias, sharded_out=shared)
         self.out = Linear(inner, llm.dim, init, bias=bias, std=residual_std(inner, llm), sharded_in=heads)
-        self.gate = Linear(llm.dim, inner, init, sharded_out=heads) if llm.attention_gate else None
+        self.gate = Linear(llm.dim, inner, init, sharded_out=heads) if block.gate else None
         self.q_norm, self.k_norm = (
-            RMSNorm(llm.head_dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
-            if llm.qk_norm
+            RMSNorm(block.head_dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
+            if block.qk_norm
             else None
             for _ in "qk"
         )
-        self.sinks = init.zeros((llm.q_heads,), (heads,)) if llm.attention_sinks else None
-        self.head_dim, self.rope, self.window = llm.head_dim, llm.rope, llm.window
+        self.sinks = init.zeros((block.heads,), (heads,)) if block.sinks else None
+        self.head_dim, self.rope, self.window = block.head_dim, block.rope, block.window
         self.exchange, self.backend = compute.context_exchange, resolve_backend(compute.attention_backend)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -70,7 +154,7 @@ class Attention(nnx.Module):
         """
         q_NHd, k_NKd, v_NKd = self._project(x_ND, segments.sequence_positions)
         fixed = [gather_in_order(x, segments) for x in (k_NKd, v_NKd)]
-        tokens = min(prompts.new_tokens, self.window) if self.in_window else prompts.new_tokens
+        tokens = min(prompts.new_tokens, self.window) if self.window else prompts.new_tokens
         room = jnp.zeros((prompts.documents, tokens, *k_NKd.shape[1:]), k_NKd.dtype)
         return Prefilled(self._attend(x_ND, q_NHd, k_NKd, v_NKd, segments), fixed, [room, room])
 
@@ -109,12 +193,12 @@ class Attention(nnx.Module):
         for, [n, m].
         """
         number_m, token_n1 = jnp.arange(room, dtype=jnp.int32), now.token[:, None]
-        if not self.in_window:
+        if not self.window:
             return number_m == token_n1, number_m <= token_n1
         return number_m == token_n1 % room, (token_n1 - number_m) % room <= token_n1
 
     def _prompt_keys(self, now: Now) -> KeyIntervals:
-        if not self.in_window:
+        if not self.window:
             return now.keys
         token_n = now.token if now.order is None else now.token[now.order]
         nearest_n = now.keys.hi + token_n - (self.window - 1)
@@ -142,7 +226,7 @@ class Attention(nnx.Module):
             exchange=self.exchange,
             backend=self.backend,
             sink_H=self._sink(),
-            in_window=self.in_window,
+            in_window=self.window > 0,
         )
         return self._finish(o_NHd, x_ND)
 
@@ -151,14 +235,4 @@ class Attention(nnx.Module):
         return self.out(o_NI if self.gate is None else o_NI * jax.nn.sigmoid(self.gate(x_ND)))
 
 
-COST_KEYS = 1024
-"""Keys that a token sees, as the cost counts them."""
-
-
-def cost(llm: LLMConfig, keys: int = COST_KEYS) -> float:
-    """keys: as COST_KEYS."""
-    heads = (3 if llm.attention_gate else 2) * llm.q_heads + 2 * llm.kv_heads
-    return float(llm.head_dim * (llm.dim * heads + 2 * keys * llm.q_heads))
-
-
-KIND = LayerKind("*", "attention", "attention", Attention, cost)
+register_block(Attention)

@@ -1,22 +1,21 @@
-"""The contract of a mixer: the part of a decoder layer between its norm and its residual sum.
+"""The contract of a block's module, a mixer: the part of a decoder layer between its norm and its residual
+sum.
 
-A kind of layer is a file of this package that ends in a LayerKind, and a name in LAYER_KINDS (registry.py).
+Its settings and what else the program asks of it are a Block (jaxthd/config/block.py).
 
 Legend: N tokens of this rank, D model dim, E experts; in decoding n documents of this rank.
 """
 
 import math
-from collections.abc import Callable
 from typing import NamedTuple, Protocol, runtime_checkable
 
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.config import LLMConfig
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Init
 
 
 class Prefilled(NamedTuple):
@@ -47,7 +46,10 @@ class Routing(NamedTuple):
 
 @runtime_checkable
 class Mixer(Protocol):
-    """An nnx.Module. Dims are read from its parameters, which may be one rank's shards of them."""
+    """An nnx.Module. Dims are read from its parameters, which may be one rank's shards of them.
+
+    It may name projections of its own that get no LoRA and no FP8 (`no_lora`), or no FP8 alone (`no_fp8`).
+    """
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         """A token's output depends only on its own document, up to that token.
@@ -69,7 +71,8 @@ class Mixer(Protocol):
 
 @runtime_checkable
 class RoutedMixer(Mixer, Protocol):
-    """A mixer that sends tokens to experts."""
+    """A mixer that sends tokens to experts. Its module `router` has the matrices by which it does, which are
+    used in float32; its buffer `correction_bias`, if Block.evens_load, is moved after every step."""
 
     def routed(self, x_ND: Float[Array, "N D"], segments: Segments) -> tuple[Float[Array, "N D"], Routing]:
         """As a call, and where the tokens went."""
@@ -81,24 +84,6 @@ class Stateless(nnx.Module):
 
     def prefill(self, x_ND: Float[Array, "N D"], segments: Segments, prompts: Prompts) -> Prefilled:
         return Prefilled(self(x_ND, segments), [], [])
-
-
-class LayerKind(NamedTuple):
-    """A kind of decoder layer.
-
-    letter: in model.llm.pattern.
-    name: of the stack of such layers in the parameter tree: decoder.layers.NAME.
-    title: for people.
-    mixer: makes one.
-    cost: multiply-adds a token in the layer's matrices and in what runs along the tokens; pipeline stages are
-        divided by it.
-    """
-
-    letter: str
-    name: str
-    title: str
-    mixer: Callable[[LLMConfig, Init | nnx.Rngs, ComputeConfig], Mixer]
-    cost: Callable[[LLMConfig], float]
 
 
 def residual_std(fan_in: int, llm: LLMConfig) -> float:

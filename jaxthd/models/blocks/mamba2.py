@@ -5,7 +5,9 @@ C = I + 2 U channels of the convolution, K taps; in decoding n documents of this
 """
 
 import math
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,11 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.config.block import Block, Finding, PassedSizes, ScanSizes, equal_parts, register_block
+from jaxthd.config.values import DERIVED
+from jaxthd.files.tensor_names import Table, matrix, rows
+from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.numerics import accumulation_dtype
@@ -26,22 +31,107 @@ from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor, own_part
 
+COST_CHUNK = 128
+"""Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.blocks."""
 
-class Mamba2(nnx.Module):
-    """Mamba2 (Dao and Gu, 2024): convolution over x, B, C; scan; gate; grouped RMSNorm."""
+
+@dataclass(frozen=True, kw_only=True)
+class Mamba2(Block):
+    """Mamba2 (Dao and Gu, 2024), as in Nemotron-H and Nemotron 3."""
+
+    title = "Mamba2"
+    letter = "M"
+    splits_documents = True
+    kind: Annotated[Literal["mamba"], DERIVED] = "mamba"
+    heads: int = 8
+    """Heads."""
+    head_dim: int = 32
+    """Dim of a head."""
+    state: int = 32
+    """State size N of a head."""
+    groups: int = 2
+    """Groups of heads that share B and C; must divide heads."""
+    conv: int = 4
+    """Taps of the causal convolution."""
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+    """Lower and upper limit of the time step after softplus."""
+
+    @property
+    def inner(self) -> int:
+        """Features of all heads."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Features of B, and of C."""
+        return self.groups * self.state
+
+    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "Mamba2Mixer":
+        return Mamba2Mixer(self, llm, init, compute)
+
+    def cost(self, dim: int) -> float:
+        scan = self.inner * (2 * self.state + COST_CHUNK) + self.shared * COST_CHUNK
+        return float(dim * (3 * self.inner + 2 * self.shared + self.heads) + scan)
+
+    def faults(self, where: str, dim: int) -> Iterator[Finding]:
+        why = "equally many heads share each group's B, C and norm"
+        yield from equal_parts(where, "heads", self.heads, "groups", self.groups, why)
+        low, high = self.dt_limit
+        if not 0 <= low < high:
+            expected = "0 <= lower < upper, because they clamp a time step"
+            change = f"set {where}.dt_limit to (0.0, inf), which clamps nothing"
+            yield Finding(f"{where}.dt_limit is ({low}, {high})", expected, change)
+
+    def equal_sizes(self) -> Mapping[str, int]:
+        return {"heads": self.heads}
+
+    def shared_sizes(self) -> Mapping[str, int]:
+        return {"groups": self.groups}
+
+    @property
+    def taps(self) -> int:
+        return self.conv
+
+    def passed(self, tensor: int, activation: int) -> PassedSizes:
+        heads, groups, head_dim, state = self.scan(tensor)
+        inner = heads * head_dim
+        return PassedSizes(
+            (heads + inner * state) * 4, (self.conv - 1) * (inner + 2 * groups * state) * activation
+        )
+
+    def scan(self, tensor: int) -> ScanSizes:
+        return ScanSizes(self.heads // tensor, max(self.groups // tensor, 1), self.head_dim, self.state)
+
+    def tensors(self) -> Table:
+        return {
+            "in_proj.weight": matrix(*(f"{part}.w" for part in ("z", "x", "b", "c", "dt"))),
+            "conv1d.weight": matrix("conv_x", "conv_b", "conv_c", tail=(1, 0)),
+            "conv1d.bias": rows("conv_bias_x", "conv_bias_b", "conv_bias_c"),
+            "dt_bias": "dt_bias",
+            "A_log": "a_log",
+            "D": "d",
+            "norm": "norm",
+            "out_proj": "out",
+        }
+
+
+class Mamba2Mixer(nnx.Module):
+    """Convolution over x, B, C; scan; gate; grouped RMSNorm."""
+
+    no_fp8 = ("dt",)  # time steps are exponents
 
     def __init__(
-        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+        self, block: Mamba2, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
     ) -> None:
         init = Init.of(init, compute)
-        inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
-        heads, groups = over_tensor(llm.mamba_heads), over_tensor(llm.mamba_groups)
+        inner, shared = block.inner, block.shared
+        heads, groups = over_tensor(block.heads), over_tensor(block.groups)
         self.z = Linear(llm.dim, inner, init, sharded_out=heads)
         self.x = Linear(llm.dim, inner, init, sharded_out=heads)
         self.b = Linear(llm.dim, shared, init, sharded_out=groups)
         self.c = Linear(llm.dim, shared, init, sharded_out=groups)
-        self.dt = Linear(llm.dim, llm.mamba_heads, init, sharded_out=heads)
-        taps, std = llm.mamba_conv, 1 / math.sqrt(llm.mamba_conv)
+        self.dt = Linear(llm.dim, block.heads, init, sharded_out=heads)
+        taps, std = block.conv, 1 / math.sqrt(block.conv)
         convolved = ((inner, heads), (shared, groups), (shared, groups))
         self.conv_x, self.conv_b, self.conv_c = (
             init.normal((taps, dim), (None, sharded), std=std) for dim, sharded in convolved
@@ -50,17 +140,17 @@ class Mamba2(nnx.Module):
             init.zeros((dim,), (sharded,)) for dim, sharded in convolved
         )
         # Time steps start log-uniform in [0.001, 0.1], decay rates uniform in [1, 16].
-        uniform = jax.random.uniform(init.next_key(), (2, llm.mamba_heads))
+        uniform = jax.random.uniform(init.next_key(), (2, block.heads))
         step_H = jnp.exp(math.log(1e-3) + uniform[0] * math.log(100))
         self.dt_bias = init.param(step_H + jnp.log(-jnp.expm1(-step_H)), (heads,))
         self.a_log = init.param(jnp.log(1 + 15 * uniform[1]), (heads,))
-        self.d = init.ones((llm.mamba_heads,), (heads,))
-        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=llm.mamba_groups, sharded=heads)
+        self.d = init.ones((block.heads,), (heads,))
+        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=block.groups, sharded=heads)
         self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
-        self.state = llm.mamba_state
+        self.state = block.state
         self.groups, self.mesh = groups, init.mesh
         self.chunk, self.backend = compute.blocks.scan, resolve_backend(compute.scan_backend)
-        self.dt_limit = llm.mamba_dt_limit
+        self.dt_limit = block.dt_limit
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._scan_inputs(x_ND, self._project(x_ND), segments)
@@ -140,14 +230,4 @@ class Mamba2(nnx.Module):
         return self.out(self.norm.gated(y_NHP.reshape(len(x_ND), -1), self.z(x_ND)))
 
 
-COST_CHUNK = 128
-"""Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.blocks."""
-
-
-def cost(llm: LLMConfig) -> float:
-    inner, shared = llm.mamba_heads * llm.mamba_head_dim, llm.mamba_groups * llm.mamba_state
-    scan = inner * (2 * llm.mamba_state + COST_CHUNK) + shared * COST_CHUNK
-    return float(llm.dim * (3 * inner + 2 * shared + llm.mamba_heads) + scan)
-
-
-KIND = LayerKind("M", "mamba", "Mamba2", Mamba2, cost)
+register_block(Mamba2)

@@ -1,20 +1,16 @@
-"""Log-mel features and their masks, in NumPy. The loader's workers compute them on the host.
+"""Log-mel features in NumPy, as NeMo computes them. The loader's workers do: no jax.
 
 Legend: S samples at 16 kHz, F mel frames (10 ms), W window samples, B bins of the spectrum, M mel bands.
 """
 
 import functools
-import hashlib
-from collections.abc import Sequence
 
 import numpy as np
 import scipy.sparse
 from jaxtyping import Float32, Float64
 
-from jaxthd.config import SpecAugmentConfig
+from jaxthd.config.front_end import SAMPLE_RATE
 
-SAMPLE_RATE = 16_000
-"""Sampling rate in Hz, the only one that the front end accepts."""
 HOP = 160
 """Hop: samples from one mel frame to the next (10 ms)."""
 DITHER = 1e-5
@@ -27,17 +23,8 @@ _LOG_FLOOR = 2.0**-24
 _STD_FLOOR = 1e-5
 
 
-def document_rng(seed: int, epoch: int, key: str) -> np.random.Generator:
-    """Returns a generator seeded by the three arguments alone: every worker, rank or slot draws the same.
-
-    The seed is their BLAKE2b hash. Python's own hash changes with every process.
-    """
-    digest = hashlib.blake2b(f"{seed}/{epoch}/{key}".encode(), digest_size=16).digest()
-    return np.random.default_rng(int.from_bytes(digest, "little"))
-
-
 @functools.cache
-def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
+def mel_filterbank(bands: int) -> Float64[np.ndarray, "B M"]:
     """Triangular filters of unit area (per Hz) from 0 to 8000 Hz, B = 257 bins, read-only.
 
     The scale is linear below 1000 Hz (200/3 Hz a mel) and logarithmic above (a factor of 6.4 every 27 mels).
@@ -46,7 +33,7 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
     """
     knee_mel, step = 1000 * 3 / 200, np.log(6.4) / 27
     top_mel = knee_mel + np.log(SAMPLE_RATE / 2 / 1000) / step
-    mels = np.linspace(0, top_mel, num_mels + 2)
+    mels = np.linspace(0, top_mel, bands + 2)
     edges = np.where(mels < knee_mel, mels * 200 / 3, 1000 * np.exp(step * (mels - knee_mel)))
     low, centre, high = edges[:-2], edges[1:-1], edges[2:]
     bins_B1 = np.linspace(0, SAMPLE_RATE / 2, _FFT // 2 + 1)[:, None]
@@ -56,7 +43,7 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
     empty = np.flatnonzero(filters_BM.max(axis=0) == 0)
     if len(empty):
         raise ValueError(
-            f"num_mels={num_mels} leaves bands {empty.tolist()} without a bin of the {_FFT}-point spectrum; "
+            f"{bands} mel bands leave bands {empty.tolist()} without a bin of the {_FFT}-point spectrum; "
             "use 80 or 128"
         )
     filters_BM.flags.writeable = False
@@ -64,25 +51,25 @@ def mel_filterbank(num_mels: int) -> Float64[np.ndarray, "B M"]:
 
 
 @functools.cache
-def _sparse_filterbank(num_mels: int) -> scipy.sparse.csr_array:
+def _sparse_filterbank(bands: int) -> scipy.sparse.csr_array:
     """Returns the filters as a sparse matrix [M, B]: a bin is in two bands at most.
 
     The features of two seconds of speech take 0.5 ms with it. They took 7 ms with a dense product, for which
     BLAS starts threads.
     """
-    return scipy.sparse.csr_array(mel_filterbank(num_mels).T)
+    return scipy.sparse.csr_array(mel_filterbank(bands).T)
 
 
 def log_mel(
     samples: Float32[np.ndarray, " S"],
-    num_mels: int,
+    bands: int,
     dither: float = 0.0,
     rng: np.random.Generator | None = None,
 ) -> Float32[np.ndarray, "F M"]:
     """Normalised log-mel features of one utterance, F = S // 160 frames; frame f is centred on sample 160 f.
 
     The steps: pre-emphasis 0.97; a symmetric Hann window of 400 samples every 160, with zeros beyond either
-    end; power of a 512-point FFT; `num_mels` Slaney bands; log(x + 2^-24). Then each band is normalised over
+    end; power of a 512-point FFT; `bands` Slaney bands; log(x + 2^-24). Then each band is normalised over
     the F frames: minus the mean, divided by the standard deviation (with F - 1) plus 1e-5. All steps from the
     FFT on are in float64.
     dither: amplitude of Gaussian noise that training adds to the samples, drawn from `rng` (document_rng).
@@ -107,31 +94,7 @@ def log_mel(
     frames_FW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:frames]
     spectrum_FB = np.fft.rfft(frames_FW * np.hanning(_WINDOW), _FFT)
     power_FB = spectrum_FB.real**2 + spectrum_FB.imag**2
-    mel_FM = np.log((_sparse_filterbank(num_mels) @ power_FB.T).T + _LOG_FLOOR)
+    mel_FM = np.log((_sparse_filterbank(bands) @ power_FB.T).T + _LOG_FLOOR)
     mel_FM -= mel_FM.mean(axis=0)
     mel_FM /= mel_FM.std(axis=0, ddof=1) + _STD_FLOOR
     return mel_FM.astype(np.float32)
-
-
-def spec_augment(
-    chunks: Sequence[Float32[np.ndarray, "_ M"]], masks: SpecAugmentConfig, rng: np.random.Generator
-) -> list[Float32[np.ndarray, "_ M"]]:
-    """Masks bands and time spans of one recording: sets them to 0, the mean after normalisation.
-
-    chunks: the recording's encoder chunks; returned masked. A mask over bands has 0 to as many as
-    data.spec_augment.freq says; one over time 0 to the share of all frames that data.spec_augment.time says
-    (or 1 frame if that is less). Time masks may cross chunks. Widths and positions are uniform.
-    Source: Park et al., SpecAugment (2019); spans that grow with the recording: Park et al. (2020).
-    """
-    masked_FM = np.concatenate(chunks)
-    frames, bands = masked_FM.shape
-    (of_bands, widest), (of_frames, share) = masks.freq, masks.time
-    for dim, length, most, count in (
-        (1, bands, min(widest, bands), of_bands),
-        (0, frames, max(1, int(share * frames)), of_frames),
-    ):
-        for _ in range(count):
-            width = int(rng.integers(most, endpoint=True))
-            start = int(rng.integers(length - width, endpoint=True))
-            masked_FM[(slice(None),) * dim + (slice(start, start + width),)] = 0.0
-    return np.split(masked_FM, np.cumsum([len(chunk) for chunk in chunks])[:-1])

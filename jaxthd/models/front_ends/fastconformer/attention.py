@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float, Int32
 
-from jaxthd.config import EncoderConfig
+from jaxthd.models.front_ends.fastconformer.settings import FastConformer
 from jaxthd.models.layers import Linear
 from jaxthd.ops.attention.blockwise import interval_attention
 from jaxthd.ops.attention.dense import dense_attention
@@ -22,7 +22,6 @@ from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.neighbours import Neighbours
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.product import narrowed
-from jaxthd.packing.document import encoder_frames
 from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init
@@ -104,7 +103,7 @@ class RelativeAttention(nnx.Module):
     position: W transposed, [D, D]: rows sin and cos of f = 0, then of f = 1, ...; columns heads x d.
     """
 
-    def __init__(self, config: EncoderConfig, init: Init) -> None:
+    def __init__(self, config: FastConformer, init: Init) -> None:
         self.q, self.k, self.v, self.out = (
             Linear(config.dim, config.dim, init, bias=config.linear_bias) for _ in range(4)
         )
@@ -112,7 +111,7 @@ class RelativeAttention(nnx.Module):
         self.content_bias, self.position_bias = (
             init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
         )
-        self.longest = encoder_frames(config.chunk_frames)
+        self.longest = config.units(config.longest)
 
     def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
         dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape

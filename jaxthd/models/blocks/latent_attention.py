@@ -10,17 +10,25 @@ the latent, C = R + rotated features, the numbers kept of a token; in decoding n
 new tokens of each.
 """
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.config import ComputeConfig, LLMConfig, RopeConfig
+from jaxthd.config.block import AttentionSizes, Block, Finding, register_block
+from jaxthd.config.rope import rope_faults
+from jaxthd.config.values import DERIVED, Index
+from jaxthd.files.tensor_names import Shape, Table, matrix
 from jaxthd.models import dropout
+from jaxthd.models.blocks.attention import COST_KEYS
+from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers.attention import COST_KEYS
-from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.attention.blockwise import attention_forward
 from jaxthd.ops.attention.ring import gather_in_order, gathered_attention, merge, packed_attention
 from jaxthd.ops.backend import resolve_backend
@@ -31,28 +39,110 @@ from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
 
-class LatentAttention(nnx.Module):
-    """Causal multi-head latent attention, with or without a latent for the queries (llm.latent_attention).
+@dataclass(frozen=True, kw_only=True)
+class LatentAttention(Block):
+    """Multi-head latent attention (DeepSeek-V2, 2024; DeepSeek-V3; Moonlight): the keys and values of all
+    heads are expanded from one latent a token, which is all that decoding keeps."""
+
+    title = "latent attention"
+    letter = "L"
+    splits_documents = True
+    read_with_others = ("rope.*",)
+    kind: Annotated[Literal["latent_attention"], DERIVED] = "latent_attention"
+    heads: int = 4
+    """Heads."""
+    q_lora_rank: Index = 0
+    """Dim of the latent that queries are expanded from (DeepSeek-V3: 1536); 0: they are projected from the
+    model dim (Moonlight)."""
+    kv_lora_rank: int = 64
+    """Dim of the latent that keys and values are expanded from (DeepSeek-V3: 512)."""
+    qk_nope_head_dim: int = 32
+    """Features of a query or key head that are not rotated (DeepSeek-V3: 128)."""
+    qk_rope_head_dim: int = 16
+    """Rotated features of a query head (DeepSeek-V3: 64); those of the key are shared by all heads."""
+    v_head_dim: int = 32
+    """Dim of a value head (DeepSeek-V3: 128)."""
+    norm_eps: float = 1e-6
+    """RMSNorm epsilon of the latents; that of published models, whatever their model.llm.norm_eps."""
+    rope: RopeConfig = field(default_factory=RopeConfig)
+
+    @property
+    def qk_head_dim(self) -> int:
+        """Dim of a query or key head."""
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def kept(self) -> int:
+        """Numbers that decoding keeps of a token: the latent, and the rotated features of its key."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "LatentAttentionMixer":
+        return LatentAttentionMixer(self, llm, init, compute)
+
+    def cost(self, dim: int) -> float:
+        rank = self.q_lora_rank
+        queries = (rank or dim) * self.heads * self.qk_head_dim + dim * rank
+        expanded = self.kv_lora_rank * self.heads * (self.qk_nope_head_dim + self.v_head_dim)
+        out = self.heads * self.v_head_dim * dim
+        pairs = COST_KEYS * self.heads * (self.qk_head_dim + self.v_head_dim)
+        return float(queries + dim * self.kept + expanded + out + pairs)
+
+    def faults(self, where: str, dim: int) -> Iterator[Finding]:
+        yield from rope_faults(self.rope, where, "qk_rope_head_dim", self.qk_rope_head_dim)
+
+    def equal_sizes(self) -> Mapping[str, int]:
+        return {"heads": self.heads}
+
+    def attention(self, tensor: int) -> AttentionSizes:
+        heads = self.heads // tensor
+        return AttentionSizes(heads, max(heads, 1), self.qk_head_dim, self.v_head_dim, 0, self.kept)
+
+    def tensors(self, *, is_paired: bool = True) -> Table:
+        """is_paired: whether the checkpoint has the two numbers that are rotated together side by side."""
+
+        def halves(others: int) -> Shape:
+            """The order of rows that puts the first of each pair before the second ones, behind `others`."""
+            turned = [*range(others, others + self.qk_rope_head_dim)]
+            return (*range(others), *turned[::2], *turned[1::2]) if is_paired else ()
+
+        queries = matrix("q.w", block=halves(self.qk_nope_head_dim))
+        return {
+            "q_a_proj": "q_down",
+            "q_a_layernorm": "q_norm",
+            f"{'q_b_proj' if self.q_lora_rank else 'q_proj'}.weight": queries,
+            "kv_a_proj_with_mqa.weight": matrix("kv_down.w", block=halves(self.kv_lora_rank)),
+            "kv_a_layernorm": "kv_norm",
+            "kv_b_proj": "kv",
+            "o_proj": "out",
+        }
+
+
+class LatentAttentionMixer(nnx.Module):
+    """With or without a latent for the queries.
 
     Heads are sharded over the tensor ranks. All ranks hold the projections to the latents, and compute them.
     """
 
     def __init__(
-        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+        self,
+        latent: LatentAttention,
+        llm: LLMConfig,
+        init: Init | nnx.Rngs,
+        compute: ComputeConfig = ComputeConfig(),
     ) -> None:
-        init, latent = Init.of(init, compute), llm.latent_attention
-        heads, rank = over_tensor(llm.q_heads), latent.q_lora_rank
-        queries, values = llm.q_heads * latent.qk_head_dim, llm.q_heads * latent.v_head_dim
+        init, all_heads = Init.of(init, compute), latent.heads
+        heads, rank = over_tensor(all_heads), latent.q_lora_rank
+        queries, values = all_heads * latent.qk_head_dim, all_heads * latent.v_head_dim
         self.q_down = Linear(llm.dim, rank, init) if rank else None
         self.q_norm = RMSNorm(rank, latent.norm_eps, init) if rank else None
         self.q = Linear(rank or llm.dim, queries, init, sharded_out=heads)
         self.kv_down = Linear(llm.dim, latent.kept, init)
         self.kv_norm = RMSNorm(latent.kv_lora_rank, latent.norm_eps, init)
-        expanded = llm.q_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
+        expanded = all_heads * (latent.qk_nope_head_dim + latent.v_head_dim)
         self.kv = Linear(latent.kv_lora_rank, expanded, init, sharded_out=heads)
         self.out = Linear(values, llm.dim, init, std=residual_std(values, llm), sharded_in=heads)
-        self.sizes, self.rope = latent, llm.rope
-        self.scale = latent.qk_head_dim**-0.5 * llm.rope.score_factor
+        self.sizes, self.rope = latent, latent.rope
+        self.scale = latent.qk_head_dim**-0.5 * latent.rope.score_factor
         self.exchange, self.backend = compute.context_exchange, resolve_backend(compute.attention_backend)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -146,19 +236,10 @@ class LatentAttention(nnx.Module):
 
     def _filled(self, x_NHd: Array) -> Array:
         """The heads, with zeros behind them where a fused kernel takes heads of one dim alone."""
-        missing = self.sizes.kernel_head_dim - x_NHd.shape[-1]
+        missing = max(self.sizes.qk_head_dim, self.sizes.v_head_dim) - x_NHd.shape[-1]
         if self.backend == "xla" or not missing:
             return x_NHd
         return jnp.pad(x_NHd, ((0, 0), (0, 0), (0, missing)))
 
 
-def cost(llm: LLMConfig) -> float:
-    sizes, rank = llm.latent_attention, llm.latent_attention.q_lora_rank
-    queries = (rank or llm.dim) * llm.q_heads * sizes.qk_head_dim + llm.dim * rank
-    expanded = sizes.kv_lora_rank * llm.q_heads * (sizes.qk_nope_head_dim + sizes.v_head_dim)
-    out = llm.q_heads * sizes.v_head_dim * llm.dim
-    pairs = COST_KEYS * llm.q_heads * (sizes.qk_head_dim + sizes.v_head_dim)
-    return float(queries + llm.dim * sizes.kept + expanded + out + pairs)
-
-
-KIND = LayerKind("L", "latent_attention", "latent attention", LatentAttention, cost)
+register_block(LatentAttention)

@@ -5,7 +5,9 @@ C = 2 U + I channels of the convolution; in decoding n documents of this rank.
 """
 
 import math
-from typing import Any
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +16,11 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
+from jaxthd.config.block import Block, Finding, PassedSizes, equal_parts, register_block
+from jaxthd.config.values import DERIVED
+from jaxthd.files.tensor_names import Table, matrix
+from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.models.mixers.contract import LayerKind, Prefilled, residual_std
 from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.delta.rule import DeltaInputs
 from jaxthd.ops.delta.split_documents import outputs_and_states
@@ -28,13 +33,94 @@ UNIT_EPS = 1e-6
 """Added to the square of a query's or key's length before it is made 1."""
 
 
-class GatedDelta(nnx.Module):
+LONGEST_CHUNK = 64
+"""Most tokens of a scan chunk: the inverse of its triangle costs the square of its length for each token.
+The cost counts it, so that pipeline stages do not depend on compute.blocks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GatedDelta(Block):
+    """The gated delta rule (Yang et al., Gated Delta Networks, 2024), as in Qwen3-Next."""
+
+    title = "gated delta rule"
+    letter = "D"
+    splits_documents = True
+    kind: Annotated[Literal["delta"], DERIVED] = "delta"
+    key_heads: int = 2
+    """Heads of queries and keys; must divide value_heads."""
+    value_heads: int = 4
+    """Heads of values, decays and output gates; each has a state [key_dim, value_dim]."""
+    key_dim: int = 32
+    """Dim of a query or key head."""
+    value_dim: int = 32
+    """Dim of a value head."""
+    conv: int = 4
+    """Taps of the causal convolution over queries, keys and values."""
+
+    @property
+    def keys(self) -> int:
+        """Features of all keys."""
+        return self.key_heads * self.key_dim
+
+    @property
+    def inner(self) -> int:
+        """Features of all values."""
+        return self.value_heads * self.value_dim
+
+    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "DeltaMixer":
+        return DeltaMixer(self, llm, init, compute)
+
+    def cost(self, dim: int) -> float:
+        projections = dim * (2 * self.keys + 3 * self.inner + 2 * self.value_heads)
+        pairs = LONGEST_CHUNK * (self.keys + self.value_heads * (self.key_dim + 2 * self.value_dim) / 2)
+        return float(projections + pairs + 4 * self.inner * self.key_dim)
+
+    def faults(self, where: str, dim: int) -> Iterator[Finding]:
+        sizes = "value_heads", self.value_heads, "key_heads", self.key_heads
+        yield from equal_parts(where, *sizes, "equally many value heads share each key head")
+
+    def equal_sizes(self) -> Mapping[str, int]:
+        return {"value_heads": self.value_heads}
+
+    def shared_sizes(self) -> Mapping[str, int]:
+        return {"key_heads": self.key_heads}
+
+    @property
+    def taps(self) -> int:
+        return self.conv
+
+    def passed(self, tensor: int, activation: int) -> PassedSizes:
+        """The map of a context chunk has a matrix a head."""
+        heads, groups = self.value_heads // tensor, max(self.key_heads // tensor, 1)
+        state = heads * self.key_dim * (self.key_dim + self.value_dim) * max(activation, 4)
+        channels = heads * self.value_dim + 2 * groups * self.key_dim
+        return PassedSizes(state, (self.conv - 1) * channels * activation)
+
+    def tensors(self) -> Table:
+        return {
+            "in_proj_qkvz.weight": matrix("q.w", "k.w", "v.w", "z.w", groups=self.key_heads),
+            "in_proj_ba.weight": matrix("rate.w", "dt.w", groups=self.key_heads),
+            "conv1d.weight": matrix("conv_q", "conv_k", "conv_v", tail=(1, 0)),
+            "dt_bias": "dt_bias",
+            "A_log": "a_log",
+            "norm": "norm",
+            "out_proj": "out",
+        }
+
+
+class DeltaMixer(nnx.Module):
     """Convolution over q, k, v; queries and keys of length 1; the rule; RMSNorm of each head; gate."""
 
+    no_fp8 = ("dt", "rate")  # time steps are exponents
+
     def __init__(
-        self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+        self,
+        delta: GatedDelta,
+        llm: LLMConfig,
+        init: Init | nnx.Rngs,
+        compute: ComputeConfig = ComputeConfig(),
     ) -> None:
-        init, delta = Init.of(init, compute), llm.delta
+        init = Init.of(init, compute)
         heads, groups = over_tensor(delta.value_heads), over_tensor(delta.key_heads)
         self.q = Linear(llm.dim, delta.keys, init, sharded_out=groups)
         self.k = Linear(llm.dim, delta.keys, init, sharded_out=groups)
@@ -140,16 +226,4 @@ def _unit(x_NGK: Array, length: float = 1.0) -> Array:
     return (length * x * jax.lax.rsqrt(squares + UNIT_EPS)).astype(x_NGK.dtype)
 
 
-LONGEST_CHUNK = 64
-"""Most tokens of a scan chunk: the inverse of its triangle costs the square of its length for each token.
-The cost counts it, so that pipeline stages do not depend on compute.blocks."""
-
-
-def cost(llm: LLMConfig) -> float:
-    delta = llm.delta
-    projections = llm.dim * (2 * delta.keys + 3 * delta.inner + 2 * delta.value_heads)
-    pairs = LONGEST_CHUNK * (delta.keys + delta.value_heads * (delta.key_dim + 2 * delta.value_dim) / 2)
-    return float(projections + pairs + 4 * delta.inner * delta.key_dim)
-
-
-KIND = LayerKind("D", "delta", "gated delta rule", GatedDelta, cost)
+register_block(GatedDelta)

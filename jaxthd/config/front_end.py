@@ -1,0 +1,182 @@
+"""The contract of an audio front end: its settings, and all that the rest of the program asks of it.
+
+A front end turns a recording into vectors that stand at the audio slots of a document. On the host it makes
+features of the recording alone and divides them into pieces (no jax: the loader's workers do it); on devices
+its module encodes the packed pieces. A kind of front end is a subclass of FrontEnd: a folder of
+jaxthd/models/front_ends/; or a class anywhere that is registered with register_front_end (docs/extending.md).
+
+Legend: S samples at 16 kHz, F frames of features, W numbers of a frame.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxthd.config.findings import Finding
+from jaxthd.config.kinds import Kinds
+
+SAMPLE_RATE = 16_000
+"""Sampling rate in Hz of the recordings that front ends get."""
+
+
+class Piece(NamedTuple):
+    """Frames of a recording that are encoded without its others.
+
+    run: the number of the features' run that they are of (FrontEnd.features). start: the first frame in that
+    run. frames: their number; frames that other pieces own may be read too. first, tokens: which of the
+    outputs of these frames are audio tokens, `tokens` of them from the one with number `first` on.
+    owned: how many of the frames no other piece owns, so that those of all pieces are the recording; None:
+    all of them.
+    """
+
+    run: int
+    start: int
+    frames: int
+    first: int
+    tokens: int
+    owned: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class FrontEnd:
+    """Settings of a front end, and answers about them.
+
+    kind: its name in settings. title: for people.
+    divisible: what ranks that share a buffer may divide. "frames": a piece may go on in the frames of the
+        next rank; its module exchanges what it needs. "pieces": each piece lies on one rank; every rank has
+        room for one more. "recordings": so do all pieces of a recording, in order; every rank has room for
+        all audio.
+    adds: whether its vectors are added to the embeddings of the tokens at the audio slots, or replace them.
+    has_bands: whether the numbers of a frame are bands of a spectrum, which data.spec_augment masks.
+    frame_samples: samples from one frame to the next.
+    module: the module's class as "package.file:Class", where `build` is not given. It is imported when it is
+        built, since settings are imported without jax.
+    longest_setting: the setting that bounds a piece, for messages.
+    feature_settings: names of settings that features and pieces depend on.
+    read_with_others: settings that change what the arrays compute, which runs do change.
+    """
+
+    title: ClassVar[str]
+    divisible: ClassVar[Literal["frames", "pieces", "recordings"]] = "pieces"
+    adds: ClassVar[bool] = False
+    has_bands: ClassVar[bool] = False
+    frame_samples: ClassVar[int] = 160
+    module: ClassVar[str] = ""
+    longest_setting: ClassVar[str] = ""
+    feature_settings: ClassVar[tuple[str, ...]] = ()
+    read_with_others: ClassVar[tuple[str, ...]] = ()
+    kind: str = ""
+    """The kind's name."""
+
+    @property
+    def width(self) -> int:
+        """W, the numbers of a frame."""
+        raise NotImplementedError
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        """(frames, outputs) of a unit: a piece takes whole units of the audio arrays, whose frames make these
+        outputs."""
+        return 1, 1
+
+    @property
+    def dim(self) -> int:
+        """The dim of its outputs."""
+        raise NotImplementedError
+
+    @property
+    def longest(self) -> int:
+        """Most frames that a piece reads."""
+        raise NotImplementedError
+
+    def pieces(self, samples: int) -> Sequence[Piece]:
+        """The pieces of a recording of so many samples, in order; from its length alone, so that sizes can be
+        planned without audio."""
+        raise NotImplementedError
+
+    def features(
+        self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
+    ) -> list[Float32[np.ndarray, "F W"]]:
+        """The features of a recording alone, in the runs that `pieces` names.
+
+        dither: draws the noise that training adds to the samples; None: none. Raises ValueError for a
+        recording that is too short.
+        """
+        raise NotImplementedError
+
+    @property
+    def features_identity(self) -> dict[str, Any]:
+        """The settings that features and pieces depend on, by name, as JSON: a run goes on with the same data
+        if they stay."""
+        found: dict[str, Any] = {name: getattr(self, name) for name in self.feature_settings}
+        return {name: list(x) if isinstance(x, tuple) else x for name, x in found.items()}
+
+    def build(self, init: Any, compute: Any) -> Any:
+        """The module, a jaxthd.models.front_ends.contract.Encoder: here that of `module`. init:
+        parallel.params.Init. compute: ComputeConfig."""
+        file, _, name = self.module.partition(":")
+        return getattr(import_module(file), name)(self, init, compute)
+
+    def faults(self, where: str) -> Iterable[Finding]:
+        """Faults of the settings. where: their path, "model.encoder"."""
+        return ()
+
+    def kernel_shapes(self, dtype: str) -> Sequence[Any]:
+        """Shapes of its attention for compute.encoder_attention (ops/attention/relative.py); () without."""
+        return ()
+
+    def tensors(self) -> Mapping[str, Any]:
+        """The usual names of its module's tensors in checkpoints, which families may have otherwise. {}: no
+        family has it. A Table of jaxthd/files/tensor_names.py."""
+        return {}
+
+    def parameters(self, path: Sequence[str]) -> tuple[str, int]:
+        """(the label of the group of one of its module's parameters, layers that have one). path: below the
+        module."""
+        return path[0], 1
+
+    def keeps_statistics(self, is_trained: Mapping[str, Any]) -> bool:
+        """Whether its module shall run as in evaluation while it is trained, because what gathers statistics
+        is frozen. is_trained: a bool for each parameter, as the module's tree."""
+        return False
+
+    # --- what follows from these ---
+
+    def units(self, frames: int) -> int:
+        """Units that a piece of so many frames takes."""
+        return -(-frames // self.unit[0])
+
+    def seconds(self, frames: int | float) -> float:
+        """Seconds of so many frames."""
+        return frames * self.frame_samples / SAMPLE_RATE
+
+    def taken(self, pieces: Iterable[Any]) -> int:
+        """Frames of the audio arrays that pieces take. pieces: packing.document.AudioPiece."""
+        return sum(self.units(len(piece.features)) for piece in pieces) * self.unit[0]
+
+    @property
+    def longest_taken(self) -> int:
+        """Frames of the audio arrays that the longest piece takes."""
+        return self.units(self.longest) * self.unit[0]
+
+
+_KINDS: Kinds[FrontEnd] = Kinds("the front end", "jaxthd.models.front_ends")
+
+
+def register_front_end(kind: type[FrontEnd]) -> None:
+    """Makes a kind of front end known by its name. Raises ValueError as Kinds.register."""
+    _KINDS.register(kind)
+
+
+def front_ends() -> dict[str, type[FrontEnd]]:
+    """All kinds of front ends by name: those of jaxthd, then registered ones."""
+    return _KINDS.all()
+
+
+def default_front_end() -> FrontEnd:
+    """The front end of a model that names none, with its default settings."""
+    return next(iter(front_ends().values()))()

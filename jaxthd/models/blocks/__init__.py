@@ -1,0 +1,30 @@
+"""The decoder's blocks: their settings and modules. A file here registers a kind of block
+(jaxthd/config/block.py)."""
+
+from jaxthd.models.blocks.attention import Attention, AttentionMixer
+from jaxthd.models.blocks.contract import Mixer, Prefilled, RoutedMixer, Routing
+from jaxthd.models.blocks.delta import DeltaMixer, GatedDelta
+from jaxthd.models.blocks.latent_attention import LatentAttention, LatentAttentionMixer
+from jaxthd.models.blocks.mamba2 import Mamba2, Mamba2Mixer
+from jaxthd.models.blocks.mlp import MLP, MLPMixer
+from jaxthd.models.blocks.moe import MoE, MoEMixer, Router
+
+__all__ = [
+    "MLP",
+    "Attention",
+    "AttentionMixer",
+    "DeltaMixer",
+    "GatedDelta",
+    "LatentAttention",
+    "LatentAttentionMixer",
+    "MLPMixer",
+    "Mamba2",
+    "Mamba2Mixer",
+    "Mixer",
+    "MoE",
+    "MoEMixer",
+    "Prefilled",
+    "RoutedMixer",
+    "Router",
+    "Routing",
+]

@@ -1,0 +1,7 @@
+"""Audio front ends: a folder each. Only their settings are imported here, without jax
+(jaxthd/config/front_end.py)."""
+
+from jaxthd.models.front_ends.fastconformer.settings import FastConformer
+from jaxthd.models.front_ends.stacked.settings import Stacked
+
+__all__ = ["FastConformer", "Stacked"]

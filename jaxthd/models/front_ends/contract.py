@@ -1,0 +1,44 @@
+"""The contract of a front end's module. Its settings and its work on the host are a FrontEnd
+(jaxthd/config/front_end.py).
+
+Legend: A audio frames on this rank, W numbers of a frame, E outputs of these frames (A / E is the front end's
+unit), D dim of an output.
+"""
+
+from typing import Any, Protocol, runtime_checkable
+
+from jax import Array
+from jaxtyping import Bool, Float, Int32
+
+from jaxthd.packing.segments import Segments
+
+
+@runtime_checkable
+class Encoder(Protocol):
+    """An nnx.Module. keeps_gathered: whether weights that FSDP shards are kept, once gathered, for the
+    backward pass."""
+
+    keeps_gathered: bool
+
+    def __call__(
+        self,
+        features_AW: Float[Array, "A W"],
+        mask_A: Bool[Array, " A"],
+        pieces: Segments,
+        *,
+        recording_ids: Int32[Array, "R E"] | None,
+        train: bool,
+        axes: tuple[str, ...],
+        row_axes: tuple[str, ...],
+    ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
+        """Encodes every piece on this rank: (outputs, 0 in padding; the module's buffers after it).
+
+        An output depends only on its own piece; with FrontEnd.divisible "recordings", on its recording. Every
+        rank calls it, with pieces or without.
+        features: in the compute dtype; a piece starts at a unit. mask: True on valid frames; others may hold
+        any values. pieces: the outputs' pieces as documents. recording_ids: Batch.recording_ids.
+        axes: of the mesh, over which pieces are sharded; () on one device. row_axes: those of them whose
+        ranks share a row; there pieces may go on in the next rank's frames if FrontEnd.divisible is "frames".
+        The buffers are those of nnx.to_pure_dict(nnx.state(self, Buffer)).
+        """
+        ...

@@ -1,0 +1,1 @@
+"""FastConformer (Rekesh et al., Fast Conformer, 2023)."""

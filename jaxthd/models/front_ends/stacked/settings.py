@@ -1,0 +1,112 @@
+"""The settings of the stacked front end, its features, and what the rest of the program asks of it. Without
+jax: the loader's workers import it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import numpy as np
+from jaxtyping import Float32
+
+from jaxthd.config.findings import Finding, multiples
+from jaxthd.config.front_end import FrontEnd, Piece, register_front_end
+from jaxthd.config.values import DERIVED, Index
+from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterbank
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stacked(FrontEnd):
+    """Mel frames, stacked, a linear layer, Transformer blocks (the speech encoder of Nemotron Transcribe,
+    2026).
+
+    Log-mel features are normalised over the recording. Longer recordings are encoded in chunks; a chunk reads
+    some outputs' frames of its neighbours too, and gives its own outputs alone.
+    """
+
+    title = "stacked"
+    divisible = "frames"
+    has_bands = True
+    module = "jaxthd.models.front_ends.stacked.module:StackedEncoder"
+    longest_setting = "model.encoder.chunk_outputs"
+    feature_settings = ("mel_bands", "stack", "chunk_outputs", "context_outputs")
+    read_with_others = ("chunk_outputs", "context_outputs")
+    kind: Annotated[Literal["stacked"], DERIVED] = "stacked"
+    mel_bands: int = 128
+    """Mel bands of the features."""
+    stack: int = 8
+    """Mel frames of an output, side by side."""
+    layers: int = 4
+    """Transformer blocks."""
+    dim: int = 128
+    """Model dim."""
+    heads: int = 4
+    """Attention heads."""
+    head_dim: int = 32
+    """Dim of a head."""
+    ffn_dim: int = 512
+    """Inner dim of the feed-forward module."""
+    rope_theta: float = 1e4
+    """Base of the rotary position embedding; positions count from the first output that a chunk reads."""
+    rope_fraction: float = 0.5
+    """Share of a head's features that are rotated, from the first on."""
+    qk_norm: bool = True
+    """Whether queries and keys have a LayerNorm, each head by itself, before they are rotated."""
+    chunk_outputs: int = 500
+    """Outputs of a chunk (500: 40 s). A property of the model, not of the mesh."""
+    context_outputs: Index = 50
+    """Outputs that a chunk reads on either side of its own."""
+
+    @property
+    def width(self) -> int:
+        return self.mel_bands
+
+    @property
+    def unit(self) -> tuple[int, int]:
+        return self.stack, 1
+
+    @property
+    def longest(self) -> int:
+        return (self.chunk_outputs + 2 * self.context_outputs) * self.stack
+
+    def pieces(self, samples: int) -> list[Piece]:
+        frames = samples // HOP
+        outputs = -(-frames // self.stack)
+        found = []
+        for begin in range(0, outputs, self.chunk_outputs):
+            end = min(begin + self.chunk_outputs, outputs)
+            first = max(begin - self.context_outputs, 0)
+            start, stop = first * self.stack, min((end + self.context_outputs) * self.stack, frames)
+            owned = min(end * self.stack, frames) - begin * self.stack
+            found.append(Piece(0, start, stop - start, begin - first, end - begin, owned))
+        return found
+
+    def features(
+        self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
+    ) -> list[Float32[np.ndarray, "F W"]]:
+        amplitude = 0.0 if dither is None else DITHER
+        return [log_mel(samples, self.mel_bands, dither=amplitude, rng=dither)]
+
+    def faults(self, where: str) -> Iterator[Finding]:
+        """Checks the features, and the rotated part of a head."""
+        try:
+            mel_filterbank(self.mel_bands)
+        except ValueError as error:
+            yield Finding(str(error), "bands wide enough for the spectrum", f"set {where}.mel_bands to 128")
+        rotated = int(self.head_dim * self.rope_fraction)
+        if rotated % 2 or not 0 < rotated <= self.head_dim or self.rope_theta <= 1:
+            yield Finding(
+                f"{where}.rope_fraction is {self.rope_fraction}, {rotated} of {self.head_dim} features, and "
+                f"rope_theta {self.rope_theta:g}",
+                f"an even number of features from 2 to {self.head_dim}, because pairs are rotated, and a "
+                "base above 1",
+                f"change {where}.rope_fraction, or set {where}.head_dim to {multiples(self.head_dim, 4)}",
+            )
+
+    def parameters(self, path: Sequence[str]) -> tuple[str, int]:
+        if path[0] != "blocks":
+            return path[0], 1
+        name = str(path[1])
+        return "LayerNorms" if name.startswith("norm") else name, self.layers
+
+
+register_front_end(Stacked)

@@ -1,0 +1,115 @@
+"""Every front end gives the loss and the gradients of each document alone, packed, on every kind of mesh."""
+
+import functools
+from dataclasses import replace
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+from jaxthd.config import AdaptConfig, Config, MeshConfig, ModelConfig, TrainConfig
+from jaxthd.config.front_end import FrontEnd
+from jaxthd.models.front_ends import FastConformer, Stacked
+from jaxthd.models.stacks import from_stages, to_stages
+from jaxthd.packing.batch import Batch, concatenate_rows
+from jaxthd.packing.document import Document, audio_pieces
+from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import loss_and_gradient
+from tests.front_ends import Carried
+from tests.helpers import assert_same
+from tests.meshes.models import COMPUTE, MODEL, VOCAB, with_pattern
+from tests.weights import random_state
+
+FRONT_ENDS: dict[str, FrontEnd] = {
+    "fastconformer": FastConformer(
+        num_mels=8,
+        layers=1,
+        dim=16,
+        heads=2,
+        ffn_dim=24,
+        subsampling_channels=4,
+        conv_kernel=5,
+        chunk_seconds=0.4,
+    ),
+    "stacked": Stacked(
+        mel_bands=8,
+        stack=4,
+        layers=2,
+        dim=16,
+        heads=2,
+        head_dim=8,
+        ffn_dim=24,
+        chunk_outputs=6,
+        context_outputs=2,
+    ),
+    "carried": Carried(),
+}
+STORED = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
+ADAPT = dict.fromkeys(FRONT_ENDS, AdaptConfig()) | {"fastconformer": STORED}
+"""BatchNorms normalise by stored statistics: those of a microbatch depend on its other documents."""
+MESHES = [
+    MeshConfig(1, 2, 2, 2),
+    pytest.param(MeshConfig(2, 4, 1, 1), marks=pytest.mark.exhaustive),
+    pytest.param(MeshConfig(1, 4, 2, 1), marks=pytest.mark.exhaustive),
+    pytest.param(MeshConfig(4, 1, 1, 2), marks=pytest.mark.exhaustive),
+]
+AUDIO, CAPACITY = 256, 96
+ROWS = ((0.31, 0.0, 0.07), (0.9, 0.2), (0.0, 0.0), (1.2,), (0.45, 0.33, 0.5), (), (0.05,), (0.0, 0.64))
+"""Seconds of each document's recording, row by row; 0: text alone."""
+PLACEHOLDER = VOCAB - 1
+
+
+@functools.cache
+def documents(name: str) -> list[list[Document]]:
+    front_end, rng = FRONT_ENDS[name], np.random.default_rng(0)
+
+    def document(key: str, seconds: float) -> Document:
+        samples = rng.standard_normal(round(16000 * seconds)).astype(np.float32)
+        pieces = front_end.pieces(len(samples))
+        clips = [audio_pieces(pieces, front_end.features(samples, None))] if seconds else []
+        text = rng.integers(1, PLACEHOLDER, rng.integers(3, 12)).tolist()
+        supervised = (rng.random(len(text)) < 0.7).tolist()
+        tokens = [*[PLACEHOLDER] * len(clips), *text]
+        return Document.splice(key, tokens, [False] * len(clips) + supervised, clips, PLACEHOLDER)
+
+    return [[document(f"{r}.{d}", s) for d, s in enumerate(row)] for r, row in enumerate(ROWS)]
+
+
+def found(name: str, mesh_config: MeshConfig, rows: list[list[Document]]) -> tuple[float, Any]:
+    """(loss, gradients in checkpoint layout) of these rows, in float64."""
+    model = ModelConfig(encoder=FRONT_ENDS[name], llm=with_pattern(MODEL.llm, "M*-M*-"), adapter_dim=16)
+    compute = replace(COMPUTE, dtype="float64", sequence_sharded=mesh_config.tensor > 1)
+    config = Config(
+        mesh=mesh_config, model=model, compute=compute, adapt=ADAPT[name], train=TrainConfig(microbatches=2)
+    )
+    sizes: dict[str, Any] = {"capacity": CAPACITY, "audio_capacity": AUDIO, "max_documents": 8}
+    ranks = {"context": mesh_config.context, "audio_ranks": mesh_config.audio_ranks}
+    packed = [pack_row(row, **sizes, **ranks, front_end=FRONT_ENDS[name])[0] for row in rows]
+    batch: Batch = concatenate_rows(packed)
+    with jax.enable_x64(True):
+        blueprint, mesh = Blueprint(config), make_mesh(mesh_config)
+        state = random_state(Blueprint(replace(config, mesh=MeshConfig())).model)[1:]
+        state = jax.tree.map(lambda x: x.astype("float64"), state)
+        held = to_stages(state, blueprint.stages)
+        got = jax.jit(loss_and_gradient(blueprint, mesh))(*held, put_batch(batch, mesh))
+        return float(got.loss), from_stages(jax.device_get(got.gradients), blueprint.stages)
+
+
+@functools.cache
+def alone(name: str) -> tuple[float, Any]:
+    """Each document in a row of its own, on one device."""
+    rows = [[document] for row in documents(name) for document in row]
+    return found(name, MeshConfig(), rows + [[]] * (len(rows) % 2))
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("name", FRONT_ENDS)
+def test_packed_on_a_mesh_is_as_alone(name: str, mesh: MeshConfig):
+    loss, gradients = found(name, mesh, documents(name))
+    want_loss, want = alone(name)
+    np.testing.assert_allclose(loss, want_loss, rtol=1e-10)
+    assert_same(gradients, want, 1e-10)
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients["encoder"]))
