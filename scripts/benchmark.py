@@ -10,7 +10,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
 from itertools import chain, zip_longest
 from operator import attrgetter
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from jaxthd.config import Config
+from jaxthd.config.values import with_value
 from jaxthd.terminal.tables import size_text, table
 
 __all__ = [
@@ -125,15 +125,8 @@ def changed(config: Config, settings: Iterable[str]) -> Config:
         new: Any = (*old, value) if isinstance(old, tuple) else value
         if not isinstance(old, str | tuple):
             new = type(old)(float(value))
-        config = with_value(config, name.split("."), new)
+        config = with_value(config, name, new)
     return config
-
-
-def with_value(settings: Any, path: list[str], value: Any) -> Any:
-    """The settings with another value at this path of fields."""
-    name, *rest = path
-    inner = with_value(getattr(settings, name), rest, value) if rest else value
-    return replace(settings, **{name: inner})
 
 
 class Step:

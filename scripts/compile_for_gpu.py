@@ -83,15 +83,16 @@ LOOPS: dict[str, Any] = {
     "block_sizes": BlockSizes(),
 }
 """What it means on a CPU."""
-COLLECTIVES = (
-    "kAllGather",
-    "kAllReduce",
-    "kReduceScatter",
-    "kCollectivePermute",
-    "kAllToAll",
-    "kRaggedAllToAll",
-    "kGroup",
-)
+_KINDS = [
+    "AllGather",
+    "AllReduce",
+    "ReduceScatter",
+    "CollectivePermute",
+    "AllToAll",
+    "RaggedAllToAll",
+    "Group",
+]
+COLLECTIVES = tuple(f"k{name}" for name in _KINDS)
 DESCRIPTION = """
 platform_name: "CUDA"
 dnn_version_info { major: 9 minor: 19 patch: 0 }
@@ -187,13 +188,6 @@ def compiled(lowered: Any, name: str, keep: str | None = None) -> Compiled:
         options = {"xla_gpu_autotune_level": 0, "xla_dump_to": folder, "xla_dump_hlo_as_text": True}
         program = lowered.compile(compiler_options=options)
         return Compiled(program, read_files(folder, name), time.perf_counter() - start)
-
-
-def with_value(settings: Any, path: list[str], value: Any) -> Any:
-    """The settings with another value at this path of fields."""
-    name, *rest = path
-    inner = with_value(getattr(settings, name), rest, value) if rest else value
-    return replace(settings, **{name: inner})
 
 
 def config_of(given: argparse.Namespace) -> Config:

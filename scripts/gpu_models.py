@@ -53,17 +53,8 @@ TINY = ModelConfig(
     ),
     adapter_dim=32,
 )
-ENCODER = EncoderConfig(
-    num_mels=128,
-    layers=24,
-    dim=1024,
-    heads=8,
-    ffn_dim=4096,
-    subsampling_channels=256,
-    linear_bias=False,
-    conv_bias=False,
-    scale_input=False,
-)
+_SIZES: dict[str, int] = {"layers": 24, "dim": 1024, "heads": 8, "ffn_dim": 4096, "subsampling_channels": 256}
+ENCODER = EncoderConfig(num_mels=128, linear_bias=False, conv_bias=False, scale_input=False, **_SIZES)
 """0.6B parameters: the sizes of Parakeet-TDT-0.6B."""
 DENSE = LLMConfig(
     pattern="*-" * 16,

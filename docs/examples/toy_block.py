@@ -10,7 +10,6 @@ Legend: N tokens, D model dim, H heads, P head dim; in decoding n documents. I =
 
 import json
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -43,6 +42,7 @@ class MovingAverage(Block):
     title = "moving average"
     letter = "A"
     splits_documents = True
+    equal_sizes = ("heads",)
     kind: Annotated[Literal["moving_average"], DERIVED] = "moving_average"
     heads: int = 4
     """Heads, each with a rate. Tensor ranks take equal parts of them."""
@@ -54,9 +54,6 @@ class MovingAverage(Block):
 
     def cost(self, dim: int) -> float:
         return float(2 * dim * self.heads * self.head_dim)
-
-    def equal_sizes(self) -> Mapping[str, int]:
-        return {"heads": self.heads}
 
     def passed(self, tensor: int, activation: int) -> PassedSizes:
         """A context chunk passes one state of I numbers in float32, and no halo."""

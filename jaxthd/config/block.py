@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, NoReturn
 
-from jaxthd.config.findings import Finding, divisors, multiples
+from jaxthd.config.findings import Finding, multiples
 from jaxthd.config.kinds import Kinds
 
 
@@ -58,6 +58,9 @@ class Block:
     title: for people. letter: usually in patterns.
     routes: whether it sends tokens to experts; its module has `routed` then (RoutedMixer).
     splits_documents: whether it passes what documents need that context ranks share under the layout "whole".
+    equal_sizes, shared_sizes: settings of which every tensor rank takes an equal part; and of which it does,
+    or several ranks share one.
+    convolution: the setting with the taps of a causal convolution, whose halo context ranks exchange.
     read_with_others: settings that change what the arrays compute, which runs do change: weights that were
         made with other values are read, and that is said.
     norms: where the layer has RMSNorms: before the block, after it (of what is added to the residual), or
@@ -69,6 +72,9 @@ class Block:
     letter: ClassVar[str]
     routes: ClassVar[bool] = False
     splits_documents: ClassVar[bool] = False
+    equal_sizes: ClassVar[tuple[str, ...]] = ()
+    shared_sizes: ClassVar[tuple[str, ...]] = ()
+    convolution: ClassVar[str] = ""
     read_with_others: ClassVar[tuple[str, ...]] = ()
     norms: ClassVar[Literal["before", "after", "both"]] = "before"
     residual_scale: ClassVar[float] = 1.0
@@ -109,14 +115,6 @@ class Block:
         """Settings that the others leave without effect."""
         return ()
 
-    def equal_sizes(self) -> Mapping[str, int]:
-        """Settings of which every tensor rank takes an equal part."""
-        return {}
-
-    def shared_sizes(self) -> Mapping[str, int]:
-        """Settings of which tensor ranks take equal parts, or of which several ranks share one."""
-        return {}
-
     @property
     def experts_to_share(self) -> int:
         """Experts (the setting `experts`) that data and context ranks share; 0: none."""
@@ -127,11 +125,6 @@ class Block:
         """Whether its router has correction biases, which even out the load of experts
         (train.router_bias_rate)."""
         return False
-
-    @property
-    def taps(self) -> int:
-        """Taps of its causal convolution (the setting `conv`), which context ranks exchange; 0: none."""
-        return 0
 
     def passed(self, tensor: int, activation: int) -> PassedSizes | None:
         """Bytes that a context chunk passes on to the next; None: it passes no state.
@@ -213,20 +206,3 @@ def equal_parts(where: str, whole: str, size: int, part: str, parts: int, why: s
             f"a multiple of {parts}, because {why}",
             f"set {where}.{whole} to {multiples(size, parts)}, or {where}.{part} to a divisor",
         )
-
-
-__all__ = [
-    "AttentionSizes",
-    "Block",
-    "Blocks",
-    "Finding",
-    "PassedSizes",
-    "ScanSizes",
-    "block_kinds",
-    "divisors",
-    "equal_parts",
-    "letters_and_titles",
-    "multiples",
-    "register_block",
-    "usual_blocks",
-]

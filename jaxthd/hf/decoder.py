@@ -10,12 +10,19 @@ from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat
 from jaxthd.files.tensor_names import Below, Shape, Table, Tensor, tensors
-from jaxthd.hf.family import LLM, Family, Settings, TokenIds, read_settings, updated, write_settings
+from jaxthd.hf.family import LLM, Family, Field, Settings, TokenIds, read_settings, updated, write_settings
 from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.hf.generation_config import one_or_all
 from jaxthd.hf.rotary import must_rotate, rope_config, rope_fields
 from jaxthd.models.blocks import MoE, Router
 
+SIZES: Settings = {
+    "vocab_size": "vocab_size",
+    "dim": "hidden_size",
+    "norm_eps": "rms_norm_eps",
+    "tied_embedding": Field("tie_word_embeddings", False),
+}
+"""Decoder.sizes of most families."""
 ANY = object()
 """Stands in a form for a setting that may have any value, or that the family checks by itself."""
 SOFTMAX_EXPERTS = MoE(form="swiglu", shared_inner=0, router=Router(scores="softmax"))

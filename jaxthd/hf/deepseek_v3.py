@@ -14,7 +14,7 @@ from jaxthd.config import LLMConfig
 from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
 from jaxthd.files.tensor_names import Copy, Shape, Table, Tensor, tensors
-from jaxthd.hf.decoder import ANY, BlockFields, Decoder, mixer_block, paired_blocks
+from jaxthd.hf.decoder import ANY, SIZES, BlockFields, Decoder, mixer_block, paired_blocks
 from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields, must_be, required
 from jaxthd.models.blocks import MLP, LatentAttention, MoE
@@ -103,12 +103,7 @@ DEEPSEEK_V3 = DeepseekV3(
         "topk_method": "noaux_tc",
     },
     form={"mtp_pattern": ANY},
-    sizes={
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "norm_eps": "rms_norm_eps",
-        "tied_embedding": Field("tie_word_embeddings", False),
-    },
+    sizes=SIZES,
     blocks={
         "L": BlockFields(
             LatentAttention(),

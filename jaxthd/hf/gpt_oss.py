@@ -10,7 +10,15 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.files.tensor_names import Table, in_turn
-from jaxthd.hf.decoder import SOFTMAX_EXPERTS, BlockFields, Decoder, ffn_block, layer_types, paired_blocks
+from jaxthd.hf.decoder import (
+    SIZES,
+    SOFTMAX_EXPERTS,
+    BlockFields,
+    Decoder,
+    ffn_block,
+    layer_types,
+    paired_blocks,
+)
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields
 from jaxthd.models.blocks import Attention, Router
@@ -71,12 +79,7 @@ GPT_OSS = GptOss(
     model_types=("gpt_oss",),
     layers=("WE", "*E"),
     expected={"hidden_act": "silu"},
-    sizes={
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "norm_eps": "rms_norm_eps",
-        "tied_embedding": Field("tie_word_embeddings", False),
-    },
+    sizes=SIZES,
     blocks={
         "*": BlockFields(Attention(sinks=True), _ATTENTION),
         "W": BlockFields(Attention(sinks=True, window=128), {**_ATTENTION, "window": "sliding_window"}),

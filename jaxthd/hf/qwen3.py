@@ -11,6 +11,7 @@ from jaxthd.config import LLMConfig
 from jaxthd.config.listing import value_at
 from jaxthd.files.tensor_names import Table
 from jaxthd.hf.decoder import (
+    SIZES,
     SOFTMAX_EXPERTS,
     BlockFields,
     Decoder,
@@ -58,12 +59,7 @@ QWEN3 = Qwen3(
     model_types=("qwen3",),
     layers=("*-",),
     expected={"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False},
-    sizes={
-        "vocab_size": "vocab_size",
-        "dim": "hidden_size",
-        "norm_eps": "rms_norm_eps",
-        "tied_embedding": Field("tie_word_embeddings", False),
-    },
+    sizes=SIZES,
     blocks={
         "*": BlockFields(
             Attention(qk_norm=True),

@@ -47,7 +47,7 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
     layout, splits = config.compute.layout, config.compute.context_splits
     for where, block in llm.each_block:
-        taps = block.taps
+        taps = getattr(block, block.convolution) if block.convolution else 0
         if layout == "buffer" and capacity // unit < taps - 1:
             yield Finding(
                 f"a context chunk, data.capacity / (2 * context), holds {capacity // unit} tokens",
@@ -76,16 +76,16 @@ def _tensor_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks that tensor ranks take equal parts of the width of each kind of block."""
     llm, ranks = config.model.llm, config.mesh.tensor
     for where, block in llm.each_block:
-        for name, size in block.equal_sizes().items():
-            if size % ranks:
+        for name in block.equal_sizes:
+            if (size := getattr(block, name)) % ranks:
                 yield Finding(
                     f"mesh.tensor is {ranks} with {where}.{name} {size}",
                     f"a divisor of {size}, because every rank takes equally many",
                     f"set mesh.tensor to {divisors(size, ranks)}, or {where}.{name} to "
                     f"{multiples(size, ranks)}",
                 )
-        for name, size in block.shared_sizes().items():
-            if size % ranks and ranks % size:
+        for name in block.shared_sizes:
+            if (size := getattr(block, name)) % ranks and ranks % size:
                 yield Finding(
                     f"mesh.tensor is {ranks} with {where}.{name} {size}",
                     f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share "

@@ -4,7 +4,7 @@ Legend: N tokens, D model dim, H query heads of this rank, K key and value heads
 decoding n documents of this rank, m new tokens of each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
@@ -16,7 +16,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig, RopeConfig
-from jaxthd.config.block import AttentionSizes, Block, Finding, equal_parts, register_block
+from jaxthd.config.block import AttentionSizes, Block, equal_parts, register_block
+from jaxthd.config.findings import Finding
 from jaxthd.config.rope import rope_faults
 from jaxthd.config.values import DERIVED, Index
 from jaxthd.files.tensor_names import Table, matrix
@@ -52,6 +53,8 @@ class Attention(Block):
     letter = "*"
     splits_documents = True
     read_with_others = ("rope.*", "window")
+    equal_sizes = ("heads",)
+    shared_sizes = ("kv_heads",)
     kind: Annotated[Literal["attention"], DERIVED] = "attention"
     heads: int = 4
     """Query heads."""
@@ -95,12 +98,6 @@ class Attention(Block):
         why = "equally many query heads share each key and value head"
         yield from equal_parts(where, "heads", self.heads, "kv_heads", self.kv_heads, why)
         yield from rope_faults(self.rope, where, "head_dim", self.head_dim)
-
-    def equal_sizes(self) -> Mapping[str, int]:
-        return {"heads": self.heads}
-
-    def shared_sizes(self) -> Mapping[str, int]:
-        return {"kv_heads": self.kv_heads}
 
     def attention(self, tensor: int) -> AttentionSizes:
         heads, kv_heads, dim = self.heads // tensor, max(self.kv_heads // tensor, 1), self.head_dim

@@ -5,7 +5,7 @@ C = 2 U + I channels of the convolution; in decoding n documents of this rank.
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
-from jaxthd.config.block import Block, Finding, PassedSizes, equal_parts, register_block
+from jaxthd.config.block import Block, PassedSizes, equal_parts, register_block
+from jaxthd.config.findings import Finding
 from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table, matrix
 from jaxthd.models.blocks.contract import Prefilled, residual_std
@@ -45,6 +46,9 @@ class GatedDelta(Block):
     title = "gated delta rule"
     letter = "D"
     splits_documents = True
+    equal_sizes = ("value_heads",)
+    shared_sizes = ("key_heads",)
+    convolution = "conv"
     kind: Annotated[Literal["delta"], DERIVED] = "delta"
     key_heads: int = 2
     """Heads of queries and keys; must divide value_heads."""
@@ -78,16 +82,6 @@ class GatedDelta(Block):
     def faults(self, where: str, dim: int) -> Iterator[Finding]:
         sizes = "value_heads", self.value_heads, "key_heads", self.key_heads
         yield from equal_parts(where, *sizes, "equally many value heads share each key head")
-
-    def equal_sizes(self) -> Mapping[str, int]:
-        return {"value_heads": self.value_heads}
-
-    def shared_sizes(self) -> Mapping[str, int]:
-        return {"key_heads": self.key_heads}
-
-    @property
-    def taps(self) -> int:
-        return self.conv
 
     def passed(self, tensor: int, activation: int) -> PassedSizes:
         """The map of a context chunk has a matrix a head."""

@@ -10,7 +10,7 @@ the latent, C = R + rotated features, the numbers kept of a token; in decoding n
 new tokens of each.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -21,7 +21,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig, RopeConfig
-from jaxthd.config.block import AttentionSizes, Block, Finding, register_block
+from jaxthd.config.block import AttentionSizes, Block, register_block
+from jaxthd.config.findings import Finding
 from jaxthd.config.rope import rope_faults
 from jaxthd.config.values import DERIVED, Index
 from jaxthd.files.tensor_names import Shape, Table, matrix
@@ -48,6 +49,7 @@ class LatentAttention(Block):
     letter = "L"
     splits_documents = True
     read_with_others = ("rope.*",)
+    equal_sizes = ("heads",)
     kind: Annotated[Literal["latent_attention"], DERIVED] = "latent_attention"
     heads: int = 4
     """Heads."""
@@ -89,9 +91,6 @@ class LatentAttention(Block):
 
     def faults(self, where: str, dim: int) -> Iterator[Finding]:
         yield from rope_faults(self.rope, where, "qk_rope_head_dim", self.qk_rope_head_dim)
-
-    def equal_sizes(self) -> Mapping[str, int]:
-        return {"heads": self.heads}
 
     def attention(self, tensor: int) -> AttentionSizes:
         heads = self.heads // tensor

@@ -5,7 +5,7 @@ C = I + 2 U channels of the convolution, K taps; in decoding n documents of this
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,7 +16,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
-from jaxthd.config.block import Block, Finding, PassedSizes, ScanSizes, equal_parts, register_block
+from jaxthd.config.block import Block, PassedSizes, ScanSizes, equal_parts, register_block
+from jaxthd.config.findings import Finding
 from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table, matrix, rows
 from jaxthd.models.blocks.contract import Prefilled, residual_std
@@ -42,6 +43,9 @@ class Mamba2(Block):
     title = "Mamba2"
     letter = "M"
     splits_documents = True
+    equal_sizes = ("heads",)
+    shared_sizes = ("groups",)
+    convolution = "conv"
     kind: Annotated[Literal["mamba"], DERIVED] = "mamba"
     heads: int = 8
     """Heads."""
@@ -81,16 +85,6 @@ class Mamba2(Block):
             expected = "0 <= lower < upper, because they clamp a time step"
             change = f"set {where}.dt_limit to (0.0, inf), which clamps nothing"
             yield Finding(f"{where}.dt_limit is ({low}, {high})", expected, change)
-
-    def equal_sizes(self) -> Mapping[str, int]:
-        return {"heads": self.heads}
-
-    def shared_sizes(self) -> Mapping[str, int]:
-        return {"groups": self.groups}
-
-    @property
-    def taps(self) -> int:
-        return self.conv
 
     def passed(self, tensor: int, activation: int) -> PassedSizes:
         heads, groups, head_dim, state = self.scan(tensor)

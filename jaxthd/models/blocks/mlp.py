@@ -3,16 +3,17 @@
 Legend: N tokens, D model dim; in decoding n documents of this rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
-from jaxthd.config.block import Block, Finding, register_block
+from jaxthd.config.block import Block, register_block
+from jaxthd.config.findings import Finding
 from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table
 from jaxthd.models.blocks.contract import Stateless, residual_std
@@ -31,6 +32,7 @@ class FFN(Block):
     """Settings that an MLP and experts have both."""
 
     splits_documents = True
+    equal_sizes: ClassVar[tuple[str, ...]] = ("inner",)
     inner: int = 512
     """Inner dim."""
     form: FFNKind = "relu2"
@@ -70,9 +72,6 @@ class FFN(Block):
     @property
     def without_effect(self) -> tuple[str, ...]:
         return () if self.form == "clamped_swiglu" else ("alpha", "limit")
-
-    def equal_sizes(self) -> Mapping[str, int]:
-        return {"inner": self.inner}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ GPT-OSS (2025), without.
 Legend: N tokens, D model dim, E experts, k experts a token; in decoding n documents of this rank.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Literal
 
@@ -15,7 +15,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
-from jaxthd.config.block import Finding, register_block
+from jaxthd.config.block import register_block
+from jaxthd.config.findings import Finding
 from jaxthd.config.values import DERIVED, Index
 from jaxthd.files.tensor_names import Below, Table, matrix
 from jaxthd.models.blocks.contract import Routing, Stateless, residual_std
@@ -60,6 +61,7 @@ class MoE(FFN):
     letter = "E"
     routes = True
     read_with_others = ("experts_per_token",)
+    equal_sizes = ("inner", "shared_inner")
     kind: Annotated[Literal["moe"], DERIVED] = "moe"
     experts: int = 8
     """Routed experts."""
@@ -91,9 +93,6 @@ class MoE(FFN):
     @property
     def evens_load(self) -> bool:
         return self.router.scores == "sigmoid"
-
-    def equal_sizes(self) -> Mapping[str, int]:
-        return {"inner": self.inner, "shared_inner": self.shared_inner}
 
     def faults(self, where: str, dim: int) -> Iterator[Finding]:
         yield from super().faults(where, dim)

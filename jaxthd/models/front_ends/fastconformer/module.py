@@ -155,22 +155,12 @@ class FastConformerEncoder(nnx.Module):
         axes: tuple[str, ...] = (),
         row_axes: tuple[str, ...] = (),
     ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
-        """Encodes every clip in the buffer. Returns [E, D] in mels' dtype, 0 in padding, and the running
-        statistics.
+        """See jaxthd.models.front_ends.contract.Encoder.
 
-        mels_AM: log-mel features in the compute dtype; every clip starts at a multiple of 8 frames.
-        mel_mask_A: True on valid frames. Other frames may hold any values.
-        segments: of the E encoder frames, from batch.piece_ids and piece_positions; a clip is a document.
-        train: BatchNorm uses the statistics of all ranks' valid frames if True, else the running statistics.
-        axes: the mesh axes over which clips are sharded; () on a single device. Every rank of these axes must
-            call this, even without clips.
-        row_axes: those of them whose ranks share a row. A clip may be split over these ranks, if it is no
-            longer than config.longest; it goes on at the start of the next rank's frames, with the same
-            id, which no other clip of the row has. Else the result is NaN.
-
-        The second result has the structure of nnx.to_pure_dict(nnx.state(self, Buffer)). The running
-        statistics in it are updated if train is True and any rank has a valid frame. self keeps the old ones.
-        Raises ValueError when A is not 8 E.
+        mels_AM: log-mel features; every clip starts at a multiple of 8 frames. train: BatchNorm uses the
+        statistics of the valid frames of all ranks of `axes`, and updates its running ones if there are any;
+        else it uses the running ones. A clip that is divided over ranks, and is longer than config.longest or
+        shares its id with another clip of the row, is NaN. Raises ValueError when A is not 8 E.
         """
         if len(mels_AM) != SUBSAMPLING * len(segments.ids):
             raise ValueError(
