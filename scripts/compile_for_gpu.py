@@ -83,15 +83,7 @@ LOOPS: dict[str, Any] = {
     "block_sizes": BlockSizes(),
 }
 """What it means on a CPU."""
-_KINDS = [
-    "AllGather",
-    "AllReduce",
-    "ReduceScatter",
-    "CollectivePermute",
-    "AllToAll",
-    "RaggedAllToAll",
-    "Group",
-]
+_KINDS = "AllGather", "AllReduce", "ReduceScatter", "CollectivePermute", "AllToAll", "RaggedAllToAll", "Group"
 COLLECTIVES = tuple(f"k{name}" for name in _KINDS)
 DESCRIPTION = """
 platform_name: "CUDA"
