@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import islice
 from typing import Any
 
@@ -83,7 +84,7 @@ def layer_bytes(
     """
     sizes = MeshConfig(context=context)
     mesh = make_mesh(sizes)
-    block = nnx.eval_shape(lambda: DecoderBlock(kind, llm, Init(jax.random.key(0)), compute))
+    block = nnx.eval_shape(lambda: DecoderBlock(kind, _with(kind, llm), Init(jax.random.key(0)), compute))
     graph, *states = nnx.split(block, nnx.Param, Buffer)
 
     def rank(params: Any, buffers: Any, x_ND: Any, ids: Any, positions: Any, splits: Any, dy_ND: Any) -> Any:
@@ -119,9 +120,15 @@ def layer_bytes(
 def passed_bytes(kind: str, llm: LLMConfig, context: int, compute: ComputeConfig = COMPUTE) -> float:
     """Bytes that a rank receives in such a layer, which passes states, for one row, as the planner says."""
     mesh, data = MeshConfig(context=context), DataConfig(rows=1)
+    llm = _with(kind, llm)
     return layouts.passed_bytes(
         Config(model=ModelConfig(None, llm), data=data, compute=compute, mesh=mesh), llm.blocks[kind]
     )
+
+
+def _with(kind: str, llm: LLMConfig) -> LLMConfig:
+    """The decoder with such a block, of the usual sizes if it has none."""
+    return llm if kind in llm.blocks else replace(llm, pattern=llm.pattern + kind)
 
 
 def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:

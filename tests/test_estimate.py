@@ -10,6 +10,7 @@ import pytest
 
 from jaxthd.config import (
     AdaptConfig,
+    Block,
     BlockSizes,
     ComputeConfig,
     Config,
@@ -25,7 +26,7 @@ from jaxthd.config import (
 from jaxthd.describe import describe
 from jaxthd.estimate import main, programs_table
 from jaxthd.models.adapt import without_lora
-from jaxthd.models.blocks import MLP, Attention
+from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.models.stacks import to_stages
 from jaxthd.parallel.mesh import bytes_of, make_mesh
 from jaxthd.planning.compiled_grpo import measure_grpo
@@ -38,6 +39,12 @@ from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import abstract_state, state_shardings
 
 NANO = Path(__file__).parents[1] / "configs" / "nemotron3_nano.py"
+BLOCKS: dict[str, Block] = {
+    "*": Attention(kv_heads=4, head_dim=8),
+    "-": MLP(inner=64),
+    "M": Mamba2(heads=4, head_dim=8, state=8),
+    "E": MoE(inner=32, shared_inner=32),
+}
 SMALL = Config(
     data=DataConfig(rows=4, capacity=1024, audio_capacity=0),
     model=ModelConfig(
@@ -46,7 +53,7 @@ SMALL = Config(
             pattern="*-*-*-",
             vocab_size=96,
             dim=32,
-            blocks={"*": Attention(kv_heads=4, head_dim=8), "-": MLP(inner=64)},
+            blocks={letter: BLOCKS[letter] for letter in "*-"},
         ),
     ),
     compute=ComputeConfig(block_sizes=BlockSizes(attention=32, loss=32)),
@@ -54,7 +61,8 @@ SMALL = Config(
 
 
 def small(pattern: str, mesh: MeshConfig, microbatches: int = 1) -> Config:
-    model = replace(SMALL.model, llm=replace(SMALL.model.llm, pattern=pattern))
+    blocks = {letter: block for letter, block in BLOCKS.items() if letter in pattern}
+    model = replace(SMALL.model, llm=replace(SMALL.model.llm, pattern=pattern, blocks=blocks))
     return replace(SMALL, mesh=mesh, model=model, train=TrainConfig(microbatches=microbatches))
 
 

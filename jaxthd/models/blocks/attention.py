@@ -86,7 +86,7 @@ class Attention(Block):
     def stack(self) -> str:
         return "window_attention" if self.window else "attention"
 
-    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "AttentionMixer":
+    def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "AttentionMixer":
         return AttentionMixer(self, llm, init, compute)
 
     def cost(self, dim: int) -> float:

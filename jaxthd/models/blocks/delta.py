@@ -71,7 +71,7 @@ class GatedDelta(Block):
         """Features of all values."""
         return self.value_heads * self.value_dim
 
-    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "DeltaMixer":
+    def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "DeltaMixer":
         return DeltaMixer(self, llm, init, compute)
 
     def cost(self, dim: int) -> float:

@@ -78,7 +78,7 @@ class LatentAttention(Block):
         """Numbers that decoding keeps of a token: the latent, and the rotated features of its key."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
-    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "LatentAttentionMixer":
+    def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "LatentAttentionMixer":
         return LatentAttentionMixer(self, llm, init, compute)
 
     def cost(self, dim: int) -> float:

@@ -70,7 +70,7 @@ class Mamba2(Block):
         """Features of B, and of C."""
         return self.groups * self.state
 
-    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "Mamba2Mixer":
+    def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "Mamba2Mixer":
         return Mamba2Mixer(self, llm, init, compute)
 
     def cost(self, dim: int) -> float:

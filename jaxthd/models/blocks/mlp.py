@@ -82,7 +82,7 @@ class MLP(FFN):
     letter = "-"
     kind: Annotated[Literal["mlp"], DERIVED] = "mlp"
 
-    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "MLPMixer":
+    def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "MLPMixer":
         return MLPMixer(self, llm, init, compute)
 
     def cost(self, dim: int) -> float:

@@ -77,7 +77,7 @@ class MoE(FFN):
     """Dim of the latent projection around the routed experts; 0 for none."""
     router: Router = field(default_factory=Router)
 
-    def build(self, llm: LLMConfig, init: Init, compute: ComputeConfig) -> "MoEMixer":
+    def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "MoEMixer":
         return MoEMixer(self, llm, init, compute)
 
     def cost(self, dim: int) -> float:
