@@ -88,6 +88,8 @@ def api_page() -> str:
     """A section for each topic, with an entry for each public name in it."""
     topics: dict[str, list[str]] = {topic: [] for topic in TOPICS.values()}
     for name in jaxthd.__all__:
+        if getattr(getattr(jaxthd, name), "__name__", name) != name:  # an old name of something else
+            continue
         home_of = jaxthd._HOMES[name]
         package = home_of.partition(".")[0]
         topic = TOPICS.get(package, package.replace("_", " ").capitalize())
