@@ -123,7 +123,7 @@ def _of_blocks(was: Any, letters: str, name: str) -> Removed:
         if any(isinstance(block, Mapping) for block in fields.get("blocks", {}).values()):
             return {}  # of a run that has settings of blocks: the old default beside them said nothing
         known, usual = ("blocks", "pattern", "mtp_pattern"), usual_blocks()
-        model = LLMConfig(**{name: fields[name] for name in known if name in fields})
+        model = LLMConfig(**{x: fields[x] for x in known if x in fields})
         stacks = {usual[letter].stack for letter in letters}
         blocks = {
             letter: with_value(block, name, _plain(value))
