@@ -42,7 +42,10 @@ def test_the_navigation_has_every_page_once() -> None:
 
 def test_the_reference_has_every_public_name_below_the_module_that_defines_it() -> None:
     entries = re.findall(r"^::: jaxthd\.([\w.]+)\.(\w+)$", HOOKS.api_page(), re.M)
-    assert {name: module for module, name in entries} == jaxthd._HOMES
+    old = {"EncoderConfig"}  # FastConformer's name in older config files
+    assert {name: module for module, name in entries} == {
+        name: module for name, module in jaxthd._HOMES.items() if name not in old
+    }
     assert len(entries) == len(jaxthd.__all__)
 
 
