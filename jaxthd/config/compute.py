@@ -11,7 +11,7 @@ class BlockSizes:
     """Numbers of items that are computed at a time, powers of two that suit the machine. They change the
     speed and the order of sums, never what is computed. No setting: tests and benchmarks give others."""
 
-    attention: int = 128
+    attention: int = 64
     """Tokens of an attention block."""
     loss: int = 256
     """Supervised positions that are scored at a time."""
@@ -33,7 +33,7 @@ class BlockSizes:
 
 SMALL_BLOCKS = BlockSizes()
 """Block sizes of CPUs, whose caches are small."""
-LARGE_BLOCKS = BlockSizes(loss=1024, experts=128, scan=128)
+LARGE_BLOCKS = BlockSizes(attention=128, loss=1024, experts=128, scan=128)
 """Block sizes of bfloat16, in which only accelerators are fast: they take large products."""
 
 
