@@ -41,6 +41,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 KEEPS_MEMORY = {
     "MALLOC_ARENA_MAX": "1",
     "MALLOC_MMAP_THRESHOLD_": str(2**34),
@@ -348,8 +350,6 @@ def config_of(folder: Path, tuned: str) -> Any:
     """The config of a user who names the model's folders and the data, with these settings over it."""
     from jaxthd.config import Config, DataConfig, ModelConfig
     from jaxthd.hf.checkpoint import model_config
-
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from scripts.benchmark import changed
 
     model = model_config(folder / "salm", model=ModelConfig())
@@ -635,7 +635,6 @@ def main() -> None:
     if options.side:
         serve(options.side, options.folder, options.way)
         return
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from scripts.benchmark import conclude
 
     python = options.python_reference

@@ -68,6 +68,12 @@ class Decoder:
     body: str = "model."
     norm: str = "norm"
 
+    @property
+    def fixed(self) -> dict[str, Any]:
+        """The settings of the decoder that no field holds."""
+        every = {"norm_zero_centred": False, "tied_embedding": False, "mtp_pattern": "", **self.form}
+        return {name: x for name, x in every.items() if x is not ANY and name not in self.sizes}
+
     def complete(self, fields: Fields) -> Fields:
         """The fields by their newest names, with the library's defaults where these depend on others."""
         return fields
@@ -106,8 +112,7 @@ class Decoder:
         letters = self.letters(fields, where)
         pattern, modules = self.mtp(fields, letters)
         pattern = pattern if modules else ""
-        settings = {name: value for name, value in self.form.items() if value is not ANY}
-        settings |= read_settings(fields, self.sizes, where)
+        settings = self.fixed | read_settings(fields, self.sizes, where)
         settings["pattern"] = llm.pattern if llm.letters == letters else letters
         settings["mtp_pattern"] = pattern
         # One set of weights serves any number of depths that share it.
@@ -142,8 +147,7 @@ class Decoder:
                     f"model.llm.{name} is {getattr(llm, name)!r}, with {', '.join(sorted(unknown))}; "
                     f"expected {', '.join(self.layers)} alone for {self.title}: choose another format"
                 )
-        fixed = {"norm_zero_centred": False, "tied_embedding": False, "mtp_pattern": "", **self.form}
-        self.must_hold(llm, {x: y for x, y in fixed.items() if y is not ANY and x not in self.sizes})
+        self.must_hold(llm, self.fixed)
         return {
             "architectures": [self.title],
             "model_type": self.model_types[0],
