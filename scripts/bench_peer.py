@@ -97,8 +97,8 @@ CHUNK = 128
 PADDED = (20.0, 40.0, 80.0, 160.0)
 """Seconds of padded audio of the peer's batches."""
 CHECKED = 4
-"""Documents that are compared, each alone: the first in whose training NeMo's BatchNorm counts no padding. Its
-features have a frame more than they are long, which after a multiple of 8 makes one more output."""
+"""Documents that are compared, each alone: the first in whose training NeMo's BatchNorm counts no padding.
+Its features are a frame longer than they should be, which after a multiple of 8 makes one more output."""
 MATRIX = 2048
 STRETCHES = 6
 """Parts of a pass over the recordings. Each has batches of all lengths."""
