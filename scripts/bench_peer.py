@@ -608,6 +608,7 @@ def compare(model: str, manifest: str, options: argparse.Namespace) -> list[Any]
     show(f"{model}: a training step", columns, rows)
     print(f"losses and gradient norms of {CHECKED} documents: {apart:.1e} apart")
     best = max((name for name in rates if name.startswith("peer")), key=lambda name: rates[name])
+    print(f"fastest way of the peer: {rates[best]:,.0f} tokens/s, {best}")
     gain, memory = rates["jaxthd defaults"] / rates[best], peaks["jaxthd defaults"] / peaks[best]
     return [
         Claim(f"{model}: losses and gradient norms agree ({apart:.1e}, at most 1e-4)", apart <= 1e-4),

@@ -16,6 +16,7 @@ from jaxthd.files.config_file import load_config
 from jaxthd.hf.decoder import Decoder
 from jaxthd.hf.deepseek_v3 import DEEPSEEK_V3
 from jaxthd.hf.gpt_oss import GPT_OSS
+from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.qwen3 import QWEN3, QWEN3_MOE
 from jaxthd.hf.qwen3_next import QWEN3_NEXT
 from jaxthd.hf.registry import export_families
@@ -209,3 +210,12 @@ def test_a_copy_of_a_tied_embedding_is_not_read(tmp_path: Path):
     change_published(untied, lambda _, x: x.pop("lm_head.weight"))
     with pytest.raises(UserError, match=r"missing: lm_head\.weight"):
         import_weights([str(untied)], tmp_path / "not")
+
+
+def test_nothing_of_another_checkpoints_decoder_stays_that_no_field_holds():
+    """A speech model's folder read first, whose decoder ties its embedding, and a hybrid's after it."""
+    tied = replace(LLMConfig(), tied_embedding=True, norm_zero_centred=True)
+    found = NEMOTRON_H.read(NEMOTRON_H.write(LLMConfig(pattern="M*-")), tied)
+    assert not found.tied_embedding
+    assert not found.norm_zero_centred
+    assert found.pattern == "M*-"
