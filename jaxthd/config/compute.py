@@ -86,8 +86,7 @@ class ComputeConfig:
     scans are kept. "layers": those inside a layer; its input is kept. "full": those inside a repeat of the
     decoder's pattern, inside a block of the encoder and inside what is before its blocks. "auto": jaxthd
     train takes the first of none, selective and full whose compiled step fits into the devices' memory; other
-    commands take full. Of a small model on one CPU device that keeps all, jaxthd train also writes the layers
-    out (unroll_layers)."""
+    commands take full."""
     unroll_layers: bool = False
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA

@@ -26,8 +26,6 @@ CHOICES: tuple[Literal["none", "selective"], ...] = ("none", "selective")
 """Values of compute.remat that are tried, in this order, before "full"."""
 
 
-MOST_WRITTEN_OUT = 32
-"""Layers that are written out: each adds about 0.3 s to the compilation."""
 T = TypeVar("T")
 
 
@@ -61,32 +59,16 @@ def fitting_step(
 ) -> Any:
     """make_train_step, with what first_that_fits decides by the memory of the devices.
 
-    On one CPU device a step that keeps all activations of a few layers has them written out, one after the
-    other (compute.unroll_layers): a loop would copy what it keeps, a twentieth of the step's time. The step
-    that is taken is not compiled again. All processes call it together, and choose alike: memory is
+    The step that is taken is not compiled again. All processes call it together, and choose alike: memory is
     that of the machines, not what is free.
     """
 
     def compiled(config: Config) -> tuple[Any, int | None]:
         """The step of a config, and its bytes where the choice depends on them."""
-        if config.compute.remat == "none" and config is not blueprint.config and _are_few(blueprint):
-            config = replace(config, compute=replace(config.compute, unroll_layers=True))
         step: Any = make_train_step(Blueprint(config), mesh)
         return step, _bytes_of(step, state, batch) if config is not blueprint.config else None
 
     return first_that_fits(blueprint.config, device_memory(), compiled, say)
-
-
-def _are_few(blueprint: Blueprint) -> bool:
-    """Whether the layers are so few that they are written out, on one CPU device."""
-    config, front_end = blueprint.config, blueprint.config.model.encoder
-    if config.mesh.devices > 1 or jax.default_backend() != "cpu":
-        return False
-    layers = len(config.model.llm.letters)
-    if front_end is not None:
-        paths, _ = jax.tree_util.tree_flatten_with_path(blueprint.abstract_weights[0]["encoder"])
-        layers += max(front_end.parameters([str(x.key) for x in path])[1] for path, _ in paths)
-    return layers <= MOST_WRITTEN_OUT
 
 
 def _with(config: Config, remat: Literal["none", "selective", "full"]) -> Config:

@@ -38,31 +38,6 @@ def test_the_first_choice_that_fits_is_taken(run: tuple[Any, ...], monkeypatch: 
     assert len(said) == 4
 
 
-def test_a_few_layers_that_keep_all_are_written_out_on_one_cpu_device(
-    run: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch
-):
-    blueprint, *others = run
-    needed = {"none": 4000, "selective": 2000}
-    monkeypatch.setattr(fitting, "make_train_step", lambda blueprint, _: blueprint.config.compute)
-    monkeypatch.setattr(fitting, "_bytes_of", lambda compute, *_: needed.get(compute.remat))
-    monkeypatch.setattr(fitting, "device_memory", lambda: 5000)
-    layers = len(LLM.letters) + ENCODER.layers
-    compute, mesh = blueprint.config.compute, blueprint.config.mesh
-    two = replace(blueprint.config, mesh=replace(mesh, data=2))
-    given = replace(blueprint.config, compute=replace(compute, remat="none"))
-    for most, config, written_out in (
-        (layers, blueprint.config, True),
-        (layers - 1, blueprint.config, False),
-        (layers, two, False),
-        (layers, given, False),
-    ):
-        monkeypatch.setattr(fitting, "MOST_WRITTEN_OUT", most)
-        chosen = fitting_step(Blueprint(config), *others, [].append)
-        assert (chosen.remat, chosen.unroll_layers) == ("none", written_out)
-    monkeypatch.setattr(fitting, "device_memory", lambda: 4999)
-    assert not fitting_step(*run, [].append).unroll_layers, "its backward pass computes layers again"
-
-
 def test_what_is_given_is_not_chosen(run: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
     blueprint, *others = run
     monkeypatch.setattr(fitting, "make_train_step", lambda blueprint, _: blueprint.config.compute.remat)
