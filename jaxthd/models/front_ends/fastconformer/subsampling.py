@@ -70,11 +70,10 @@ class Subsampling(nnx.Module):
     would have alone.
 
     Encoder frame e reads only mel frames 8e - 7 to 8e + 7. So the buffer is divided into pieces of about
-    `piece` encoder frames, or more, each with the 8 mel frames before it. The pieces are computed one after
-    the other, and recomputed in the backward pass. (With compute.remat none, which keeps all activations, the
-    buffer is one piece: nothing is copied.) Activations exist for one piece at a time (those of the
-    first convolution alone have 64 times the size of the mels, at 256 channels). With 16,000 frames, 80 mels
-    and 64 channels on a CPU, they take 27 MB instead of 400 MB, in two thirds of the time.
+    `piece` encoder frames, or more, each with the 8 mel frames before it. They are computed one after the
+    other, and recomputed in the backward pass, so activations exist for one at a time: with 16,000 frames, 80
+    mels and 64 channels on a CPU 27 MB instead of 400 MB, in two thirds of the time. With compute.remat none,
+    which keeps all activations, the buffer is one piece, and nothing is copied.
     """
 
     def __init__(self, config: FastConformer, init: Init, piece: int, *, remat: bool = True) -> None:
