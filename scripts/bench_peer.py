@@ -11,15 +11,16 @@ SALM; and FastConformer before Nemotron-H, which SALM does not take on a CPU, so
 and transformers' NemotronH make one step. Text is bytes. Padding does not count as tokens.
 
 - peer: batches of so many seconds of padded audio, sorted by length; and in random order. SDPA, fused AdamW,
-  samples in memory. Its fastest way also with torch.compile (dynamic shapes), with --compile.
+  samples in memory. Batches of the --compile seconds also run with torch.compile (dynamic shapes).
 - jaxthd: what `jaxthd train` does where the config gives the model and the data alone (`defaults`), and with
   the settings of --tuned. Samples are read from WAV files.
 
 Each way is its own process, whose C library keeps freed memory. All run a stretch of batches before the clock
 starts. Then the ways alternate, a stretch each, --rounds times; a rate is the median over the stretches.
 `peak` is the highest resident memory of the process over what it had before its model was made. The matrix
-rate is measured before each stretch. GFLOP are those of matrix products: of the peer as torch counts them,
-padding included; of jaxthd as its compiled step does them.
+rate is measured before each stretch. `MFLOP a token` are what the model must compute, without padding and
+recomputation; `done` is what torch counts of the peer, padding included. The peak leaves out the workers that
+load jaxthd's batches.
 
 --check exits 1 unless losses and gradient norms of CHECKED documents agree to 1e-4, and jaxthd's defaults are
 as many times as fast as the peer's fastest way as MODELS says, with at most 1.5 times its memory.
@@ -106,7 +107,7 @@ PERCEPTION = "nemo.collections.speechlm2.modules.perception"
 
 
 class Side(NamedTuple):
-    """What a process can run. stretch: (its number) -> (tokens, seconds of audio); trains on one. checked:
+    """The calls that a process offers. stretch: (its number) -> (tokens, seconds of audio); trains on one. checked:
     loss and gradient norm of documents, each alone. matrix: one product. gflop: of products, a token."""
 
     stretch: Callable[[int], tuple[int, float]]
@@ -390,7 +391,7 @@ def jaxthd_side(folder: Path, way: str) -> Side:
     mesh, blueprint = make_mesh(config.mesh), Blueprint(config)
 
     def weights() -> Weights:
-        """Those of the SALM; of the hybrid, where it is there, the decoder's."""
+        """The SALM's weights; where there is a hybrid, its decoder's in their place."""
         from jaxthd.config import ModelConfig
         from jaxthd.hf.checkpoint import model_config
 
