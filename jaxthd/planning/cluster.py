@@ -160,8 +160,8 @@ def _seconds_of_buffer(config: Config) -> float:
 
 
 def step_flops(config: Config) -> float:
-    """FLOPs of a step whose buffers are full: a fifth of the slots supervised, all audio frames used. They are
-    those of products with weights, recomputed ones too, without attention's scores."""
+    """FLOPs of a step whose buffers are full: a fifth of the slots supervised, all audio frames used. They
+    are those of products with weights, recomputed ones too, without attention's scores."""
     data, rows = config.data, config.data.rows
     seconds = _seconds_of_buffer(config)
     row = RowReport(0, 0, data.capacity, data.capacity // 5, data.capacity, seconds, 1.0, 0)
