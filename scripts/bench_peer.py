@@ -108,7 +108,7 @@ PERCEPTION = "nemo.collections.speechlm2.modules.perception"
 
 class Side(NamedTuple):
     """The calls that a process offers. stretch: (its number) -> (tokens, seconds of audio); trains on one.
-    checked: loss and gradient norm of documents, each alone. matrix: one product. gflop: of products, for each
+    checked: loss and gradient norm of documents, each alone. matrix: one product. gflop: of products, a
     token."""
 
     stretch: Callable[[int], tuple[int, float]]
