@@ -26,14 +26,11 @@ both sides have the same loss and gradient norm, and jaxthd is the fastest.
 """
 
 import argparse
-import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from pathlib import Path
@@ -41,35 +38,17 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-SETTINGS: dict[str, Any] = {
-    "hybrid_override_pattern": "M-M*M-M*",
-    "vocab_size": 4096,
-    "hidden_size": 256,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 64,
-    "intermediate_size": 1024,
-    "mamba_num_heads": 8,
-    "mamba_head_dim": 64,
-    "ssm_state_size": 64,
-    "n_groups": 2,
-    "conv_kernel": 4,
-    "time_step_min": 0.001,
-    "time_step_limit": (0.001, math.inf),
-}
-"""The fields of NemotronHConfig. Its scan on CPUs clamps time steps to time_step_min, not to the limit."""
-KEEPS_MEMORY = {
-    "MALLOC_ARENA_MAX": "1",
-    "MALLOC_MMAP_THRESHOLD_": str(2**34),
-    "MALLOC_TRIM_THRESHOLD_": str(2**34),
-}
-"""For glibc (man 3 mallopt)."""
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from scripts.peer_process import MATRIX, Process, matrix_rate, require_modules, serve
+from scripts.peer_work import NEMOTRON_H
+
+SETTINGS: dict[str, Any] = NEMOTRON_H | {"hybrid_override_pattern": "M-M*M-M*", "vocab_size": 4096}
+"""The fields of NemotronHConfig."""
 ROWS, CHUNKS = 16, (128, 32)
 THREADS = 2
 CHECKED = 4
 """The number of documents whose loss and gradient norm are compared."""
-MATRIX = 2048
-"""The matrix rate is measured on a product of two square matrices of this size."""
 
 
 class Way(NamedTuple):
@@ -197,44 +176,27 @@ def jaxthd_side(folder: Path, documents: Sequence[np.ndarray], capacity: int) ->
 SIDES = {"transformers": transformers_side, "jaxthd": jaxthd_side}
 
 
-def serve(name: str, folder: Path, capacity: int) -> None:
-    """A side's process: prints its ways, then runs the batches it is asked for and prints their times."""
+def served(name: str, folder: Path, capacity: int) -> dict[str, Callable[..., Any]]:
+    """A side's calls: what it offers, one of its batches, and the matrix product."""
     documents = np.load(folder / "documents.npz")
     side = SIDES[name](folder, [documents[str(i)] for i in range(len(documents))], capacity)
     for way in side.ways.values():
         way.batches[0]()
-    side.matrix()
+
+    def batch(way: str, number: int) -> None:
+        side.ways[way].batches[number]()
+
+    def matrix() -> None:
+        side.matrix()
+
     ways = {name: (len(way.batches), way.slots) for name, way in side.ways.items()}
-    print(json.dumps({"ways": ways, "checked": side.checked, "weights": side.weights}), flush=True)
-    for line in sys.stdin:
-        way_name, number = json.loads(line)
-        run = side.ways[way_name].batches[number] if way_name else side.matrix
-        start = time.perf_counter(), time.process_time()
-        run()
-        print(json.dumps([time.perf_counter() - start[0], time.process_time() - start[1]]), flush=True)
+    offer = {"ways": ways, "checked": side.checked, "weights": side.weights}
+    return {"offer": lambda: offer, "batch": batch, "matrix": matrix}
 
 
-class Process:
-    """The parent's end of a side's process."""
-
-    def __init__(self, python: str, side: str, folder: Path, capacity: int) -> None:
-        command = [python, __file__, "--side", side, "--folder", str(folder), "--capacity", str(capacity)]
-        pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-        self.popen = subprocess.Popen(command, env=os.environ | KEEPS_MEMORY, **pipes)
-        self.offer = self._read()
-
-    def _read(self) -> Any:
-        assert self.popen.stdout is not None
-        line = self.popen.stdout.readline()
-        if not line:
-            sys.exit("a side ended early; its message stands above")
-        return json.loads(line)
-
-    def seconds(self, way: str, number: int) -> list[float]:
-        """[wall, CPU] of one batch; way "" is the matrix product."""
-        assert self.popen.stdin is not None
-        print(json.dumps([way, number]), file=self.popen.stdin, flush=True)
-        return self._read()
+def begin(python: str, side: str, folder: Path, capacity: int) -> Process:
+    options = ["--side", side, "--folder", str(folder), "--capacity", str(capacity)]
+    return Process(python, __file__, options, folder / f"{side}.log")
 
 
 def main() -> None:
@@ -253,22 +215,16 @@ def main() -> None:
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:THREADS])
     if options.side:
-        serve(options.side, options.folder, options.capacity)
+        serve(lambda: served(options.side, options.folder, options.capacity))
         return
     if options.manifest is None:
         parser.error("--manifest is missing: give a NeMo manifest with durations")
     python = options.python_reference
-    if subprocess.run([python, "-c", "import torch, transformers"], capture_output=True).returncode:
-        sys.exit(
-            f"{python} cannot import torch and transformers; install them there, or name an interpreter that "
-            "has them: --python-reference PYTHON"
-        )
+    require_modules(python, "torch, transformers")
 
     from jaxthd.config import DataConfig
     from jaxthd.data.sources.registry import open_source
     from jaxthd.data.sources.source import SourceSetting
-
-    sys.path.insert(0, str(Path(__file__).parents[1]))
     from scripts.benchmark import Claim, conclude
 
     utterances, _ = open_source(SourceSetting(options.manifest, "--manifest")).read(DataConfig())
@@ -282,20 +238,24 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         np.savez(folder / "documents.npz", **documents)  # type: ignore[arg-type]
-        reference = Process(python, "transformers", folder, options.capacity)
-        ours = Process(sys.executable, "jaxthd", folder, options.capacity)
-        ways = {way: (p, *p.offer["ways"][way]) for p in (ours, reference) for way in p.offer["ways"]}
-        times: dict[tuple[str, int], list[list[float]]] = {}
+        reference = begin(python, "transformers", folder, options.capacity)
+        theirs = reference.ask("offer")  # its weights are what the other side reads
+        ours = begin(sys.executable, "jaxthd", folder, options.capacity)
+        own = ours.ask("offer")
+        sides = (ours, own), (reference, theirs)
+        ways = {way: (p, *offer["ways"][way]) for p, offer in sides for way in offer["ways"]}
+        times: dict[tuple[str, int], list[tuple[float, ...]]] = {}
         rates: dict[str, float] = {}
         for _ in range(options.rounds):
             for side, process in (("jaxthd", ours), ("transformers", reference)):
-                rate = max(2 * MATRIX**3 / process.seconds("", 0)[0] for _ in range(5))
-                rates[side] = max(rate, rates.get(side, 0))
+                rates[side] = max(matrix_rate(process), rates.get(side, 0))
             numbers = ([(way, i) for i in range(count)] for way, (_, count, _) in ways.items())
             for turn in zip_longest(*numbers):
                 for key in filter(None, turn):
-                    times.setdefault(key, []).append(ways[key[0]][0].seconds(*key))
-        weights = reference.offer["weights"]
+                    times.setdefault(key, []).append(ways[key[0]][0].timed("batch", *key)[1:])
+        ours.end()
+        reference.end()
+    weights = theirs["weights"]
 
     real = sum(lengths)
     print(f"{len(lengths)} documents of {min(lengths)} to {max(lengths):,} tokens, {real:,} in all")
@@ -314,7 +274,7 @@ def main() -> None:
         f"\nMatrix rate, GFLOP/s: {shown}. Counted are {6 * weights / 1e6:.0f} MFLOP a token: the weights' "
         f"{weights / 1e6:.2f}M multiply-adds, three times."
     )
-    losses, norms = zip(ours.offer["checked"], reference.offer["checked"], strict=True)
+    losses, norms = zip(own["checked"], theirs["checked"], strict=True)
     print(
         f"First {CHECKED} documents: loss {losses[0]:.6f} and {losses[1]:.6f}, "
         f"{abs(losses[0] / losses[1] - 1):.0e} apart; "
@@ -322,7 +282,7 @@ def main() -> None:
     )
     same = np.allclose([losses[0], norms[0]], [losses[1], norms[1]], rtol=1e-4)
     claims = [Claim("both sides have the same loss and gradient norm, to 1e-4", bool(same))]
-    for way in reference.offer["ways"]:
+    for way in theirs["ways"]:
         gain = speed["jaxthd, packed"] / speed[way]
         claims.append(Claim(f"jaxthd, packed: {gain:.2f} times {way} (more than 1)", gain > 1))
     conclude(claims, check=options.check)

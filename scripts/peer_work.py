@@ -1,0 +1,146 @@
+"""What the two sides of bench_peer.py share: the models, the documents, and the calls that a side offers."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+ENTRIES, PADDING, AUDIO = 512, 510, 511
+"""The vocabulary; in it the peer's padding and its placeholder of a recording. The rest are bytes."""
+QWEN3: dict[str, Any] = {
+    "vocab_size": ENTRIES,
+    "hidden_size": 256,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 768,
+    "tie_word_embeddings": True,
+    "rope_theta": 1e6,
+}
+NEMOTRON_H: dict[str, Any] = {
+    "vocab_size": ENTRIES,
+    "hybrid_override_pattern": "M-M*-M-M*-",
+    "hidden_size": 256,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "intermediate_size": 1024,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 64,
+    "n_groups": 2,
+    "conv_kernel": 4,
+    "time_step_min": 0.001,
+    "time_step_limit": (0.001, math.inf),
+}
+"""The scan of this class clamps time steps to time_step_min on a CPU, not to the limit."""
+WIDE = {"hidden_size": 512, "num_attention_heads": 8, "num_key_value_heads": 4}
+MODELS: dict[str, tuple[str, dict[str, Any], int, float]] = {
+    "qwen3": ("Qwen3", QWEN3, 0, 1.3),
+    "hybrid": ("NemotronH", NEMOTRON_H, 32, 1.6),
+    "qwen3-wide": ("Qwen3", QWEN3 | WIDE | {"intermediate_size": 1536}, 0, 1.3),
+    "hybrid-wide": (
+        "NemotronH",
+        NEMOTRON_H | WIDE | {"intermediate_size": 2048, "mamba_num_heads": 16},
+        32,
+        1.6,
+    ),
+}
+"""Name -> (class of transformers, its settings, its scan's chunk, jaxthd's least speed as a multiple)."""
+STRETCHES = 6
+"""Parts of a pass over the recordings. Each has batches of all lengths."""
+CHECKED = 4
+"""Documents that are compared, each alone: the first in whose training NeMo's BatchNorm counts no padding.
+Its features are a frame longer than they should be, which after a multiple of 8 makes one more output."""
+ANSWERED, AT_ONCE, NEW_TOKENS = 64, 16, 64
+"""Documents whose prompts are answered, how many of them together, and tokens of each answer."""
+NAMES = {name: "embedding, head, rest" for name in ("embedding", "head", "segments", "other")}
+"""Parts that the profiles of the two sides divide differently -> the part that both have."""
+
+
+class Shape(NamedTuple):
+    """Consecutive recordings are joined up to so many seconds, and each text is said so many times."""
+
+    seconds: float = 0.0
+    texts: int = 1
+
+
+SHAPES = {"short": Shape(), "long": Shape(seconds=24.0), "talkative": Shape(texts=6)}
+"""Shapes of data by name; `short` is the manifest as it is."""
+
+
+class Side(NamedTuple):
+    """The calls that a process offers.
+
+    stretch: (its number) -> (tokens, seconds of audio); trains on one. checked: (loss, gradient norm) of
+    documents, each alone. matrix: one product. gflop: of the products of a token, as the library counts them;
+    0 for jaxthd. profile: milliseconds of each part of the model for 1,000 tokens of a stretch. answers: the
+    tokens of ANSWERED documents' greedy answers. load: makes all batches of a pass with their features, in
+    this process alone; the number of documents.
+    """
+
+    stretch: Callable[[int], tuple[int, float]]
+    checked: Callable[[], list[tuple[float, float]]]
+    matrix: Callable[[], Any]
+    gflop: Callable[[], float]
+    profile: Callable[[], dict[str, float]]
+    answers: Callable[[], list[list[int]]]
+    load: Callable[[], int]
+
+
+class Recordings(NamedTuple):
+    """The documents as the peer takes them: samples, token ids with AUDIO once, which of these are trained,
+    and slots of the document in jaxthd."""
+
+    samples: list[np.ndarray]
+    ids: list[np.ndarray]
+    trained: list[np.ndarray]
+    slots: list[int]
+
+    @classmethod
+    def read(cls, folder: Path) -> "Recordings":
+        arrays = np.load(folder / "documents.npz")
+        ends = np.cumsum(arrays["samples"])[:-1], np.cumsum(arrays["lengths"])[:-1]
+        return cls(
+            np.split(np.load(folder / "audio.npy", mmap_mode="r"), ends[0]),
+            np.split(arrays["ids"], ends[1]),
+            np.split(arrays["trained"], ends[1]),
+            arrays["slots"].tolist(),
+        )
+
+    def checked(self) -> list[int]:
+        """Numbers of the documents that are compared."""
+        return [i for i, x in enumerate(self.samples) if len(x) // 160 % 8][:CHECKED]
+
+    def answered(self) -> list[int]:
+        """Numbers of the documents whose prompts are answered, sorted by length."""
+        return sorted(range(len(self.ids))[:ANSWERED], key=lambda i: len(self.samples[i]))
+
+    def batches(self, padded: float, order: str) -> list[list[int]]:
+        """Numbers of the documents of each batch of so many seconds of padded audio."""
+        numbers = sorted(range(len(self.ids)), key=lambda i: len(self.samples[i]))
+        if order == "random":
+            numbers = np.random.default_rng(0).permutation(len(numbers)).tolist()
+        found: list[list[int]] = []
+        longest = 0
+        for i in numbers:
+            more = max(longest, len(self.samples[i]))
+            if found and more * (len(found[-1]) + 1) <= 16_000 * padded:
+                found[-1].append(i)
+                longest = more
+            else:
+                found.append([i])
+                longest = len(self.samples[i])
+        return found
+
+
+def thousand_tokens(milliseconds: Mapping[str, float], tokens: int) -> dict[str, float]:
+    """Milliseconds for 1,000 tokens, by the parts that both sides have."""
+    found = Counter[str]()
+    for part, spent in milliseconds.items():
+        found[NAMES.get(part, part)] += 1000 * spent / tokens
+    return dict(found)
