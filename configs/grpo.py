@@ -36,7 +36,6 @@ def config() -> Config:
             warmup_steps=5,
             validate_every=50,
             validation_batches=64,
-            max_new_tokens=24,
             checkpoint_every=25,
         ),
     )

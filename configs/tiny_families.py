@@ -108,7 +108,6 @@ def config(family: str = FAMILY) -> Config:
             ctc_loss=0.5,
             validate_every=200,
             validation_batches=8,
-            max_new_tokens=24,
             checkpoint_every=200,
         ),
     )

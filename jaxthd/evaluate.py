@@ -37,6 +37,7 @@ from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser,
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
 from jaxthd.parallel.processes import exchange, is_first
+from jaxthd.planning.sizes import with_answer_length
 from jaxthd.run.evaluations import (
     SUMMARY,
     checkpoint_of,
@@ -115,7 +116,7 @@ def evaluate(
     """
     if not config.data.validation_sets:
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
-    config = prepared(config).without_mtp
+    config = with_answer_length(prepared(config).without_mtp)
     is_chosen = out is None
     weights, out, evaluated = _folder(config, weights, out, beside)
     outputs = OutputFolder(out)
@@ -218,7 +219,7 @@ def _table(summary: Mapping[str, Any]) -> str:
         f"{summary['measured_on']}."
     ]
     for what, text in (
-        ("cut_off", "hypotheses were cut off at train.max_new_tokens"),
+        ("cut_off", "hypotheses were cut off: WER and CER are those of cut ones. Raise --train.max-new-tokens"),
         ("without_words", "references have no word and count in neither WER nor CER"),
     ):
         if count := sum(f[what] for f in summary["sets"].values()):

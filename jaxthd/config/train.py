@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxthd.config.values import Decay, Index, Positive
+from jaxthd.config.values import Decay, Index, Positive, Unset
 from jaxthd.errors import UserError
 
 
@@ -77,9 +77,9 @@ class TrainConfig:
     """Steps between validations; 0 for none."""
     validation_batches: int = 8
     """Most batches that a validation reads."""
-    max_new_tokens: Index = 160
+    max_new_tokens: Index = Unset(160)  # noqa: RUF009 - it cannot be changed
     """Most tokens that validation decodes for a document, to measure the word error rate; 0: it decodes
-    none."""
+    none. Not given, it is derived from the longest answer of the validation sets."""
     normaliser: Literal["basic", "english", "whisper", "none"] = "basic"
     """The normaliser of texts before their words are compared. "basic" and "english" are Whisper's, after
     apostrophes of all kinds are unified: "basic" leaves lower case, no punctuation and nothing in brackets

@@ -24,6 +24,16 @@ from jaxthd.errors import UserError
 ANSWER_SECONDS = 60.0
 """A worker that gives no answer for so long is taken to hang."""
 
+_ENVIRONMENT = {
+    # One thread a process: the number of processes is the number of cores to use.
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    # Freed arrays stay with the process (glibc, man 3 mallopt), as in jaxthd.run.startup.keep_freed_memory:
+    # arrays of features would come from the system anew for each recording.
+    "MALLOC_MMAP_THRESHOLD_": str(2**30),
+    "MALLOC_TRIM_THRESHOLD_": str(2**30),
+}
+
 
 class Workers:
     """`count` worker processes, started when they are needed. Loaders may share them.
@@ -93,9 +103,7 @@ class _Worker:
     """One process, which runs `serve`."""
 
     def __init__(self) -> None:
-        # One thread a process: the number of processes is the number of cores to use.
-        one_thread = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-        self._child = Child("-m", "jaxthd.data.workers", **one_thread)
+        self._child = Child("-m", "jaxthd.data.workers", **_ENVIRONMENT)
         self._sent: dict[int, Any] = {}
         try:
             self._child.receive(ANSWER_SECONDS)

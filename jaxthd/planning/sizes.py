@@ -1,20 +1,25 @@
-"""Derives the sizes of a run's buffers that were not given, from the lengths of its documents.
+"""Derives the sizes of a run that were not given, from the lengths of its documents: of its buffers, and of
+the answers that validation decodes.
 
 The run's config.json holds them, so a run that is continued has the same ones.
 """
 
 import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import chain
+from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 
 import numpy as np
 
 from jaxthd.config import Config, DataConfig
+from jaxthd.config.values import Unset, with_value
 from jaxthd.data.example import Example
 from jaxthd.data.sources.registry import read_source, validation_sources
+from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import holds_a_run, read_config
 from jaxthd.objectives.answers import draws_answers
@@ -30,23 +35,76 @@ MOST_SECONDS = 30.0
 MOST_PACKED = 4_000
 """Documents that are packed for each size that is tried: thirty sizes take about 3 s."""
 AT_A_TIME = 500
+_ANSWERS = "train.max_new_tokens"
 MARGIN = 1.25
 """Room for documents that were not read, over the longest of those that were."""
+ANSWER_MARGIN = 1.25
+"""Room of an answer over the longest reference: an answer with a few words too many still ends by itself."""
 SLOTS = 64
 """Token slots are a multiple of this, so that meshes of up to 32 context ranks can divide them."""
 
 
 def with_sizes(config: Config, workdir: Path) -> Config:
-    """The config with a number for each of data.capacity, data.max_documents and data.audio_capacity that was
-    not given: that of the run in the workdir, or one that is derived now.
+    """The config with a number for each of data.capacity, data.max_documents, data.audio_capacity and
+    train.max_new_tokens that was not given: that of the run in the workdir, or one that is derived now.
 
-    Process 0 derives and prints them; all processes call it. Prompts to which answers are drawn, padded
-    batches, and data that cannot be read, keep the defaults.
+    Process 0 derives and prints them; all processes call it. Where answers to prompts are drawn, where
+    batches are padded, and where data cannot be read, buffers keep the defaults.
     """
-    if with_unset(config, config.data) is config:
+    if with_unset(config, config.data) is not config:
+        (sizes, *_) = exchange(_of_run(workdir) or _derived(config) if is_first() else None)
+        config = with_unset(config, DataConfig(**sizes))
+    return with_answer_length(config, workdir)
+
+
+def with_answer_length(config: Config, workdir: Path | None = None) -> Config:
+    """The config with a number for train.max_new_tokens, if it was not given: that of the run in the workdir,
+    or one with room for the longest answer of the validation sets. All processes call it.
+
+    Warns of a given number that is too small for one of these. Without a validation set that can be read the
+    config stays as it is.
+    """
+    given = config.train.max_new_tokens
+    if isinstance(given, Unset) and workdir and holds_a_run(workdir):
+        return with_value(config, _ANSWERS, int(read_config(workdir).train.max_new_tokens))
+    (longest, *_) = exchange(_longest_answer(config) if is_first() and given else None)
+    if not longest:
         return config
-    (sizes, *_) = exchange(_of_run(workdir) or _derived(config) if is_first() else None)
-    return with_unset(config, DataConfig(**sizes))
+    most = math.ceil(ANSWER_MARGIN * longest)
+    if not isinstance(given, Unset):
+        if given < longest and is_first():
+            print(
+                f"warning: {_ANSWERS} is {given}, but an answer to validate has {longest} tokens: it would be "
+                f"cut off, and count as wrong. Leave {_ANSWERS} out, or set {most}",
+                file=sys.stderr,
+            )
+        return config
+    if is_first():
+        print(f"{_ANSWERS} {most}: derived from the longest answer to validate, of {longest} tokens")
+    return with_value(config, _ANSWERS, most)
+
+
+def _longest_answer(config: Config) -> int:
+    """Most supervised tokens after the last prompt of a document of the validation sets; 0 for none."""
+    try:
+        template = PromptTemplate(config.data, load_tokenizer(config.data.tokenizer))
+        sources = validation_sources(config.data).values()
+        documents = chain(*(read_source(source, config.data)[0][:MOST_READ] for source in sources))
+        return max((_answer_tokens(template, x) for x in documents), default=0)
+    except (UserError, OSError):  # reading the data raises it again, if need be
+        return 0
+
+
+def _answer_tokens(template: PromptTemplate, example: Example) -> int:
+    """Supervised tokens of the last answer; 0 for an example without one, or that cannot be used."""
+    if example.alternatives or example.is_unanswered:
+        return 0
+    try:
+        _, supervised = template(example.turns)
+    except ValueError:
+        return 0
+    up_to_end = dropwhile(lambda is_supervised: not is_supervised, reversed(supervised))
+    return sum(1 for _ in takewhile(bool, up_to_end))
 
 
 def _of_run(workdir: Path) -> dict[str, int] | None:
@@ -55,7 +113,7 @@ def _of_run(workdir: Path) -> dict[str, int] | None:
 
 
 def _derived(config: Config) -> dict[str, int]:
-    """The sizes for the lengths of the config's documents."""
+    """The sizes of buffers for the lengths of the config's documents."""
     if draws_answers(objective_of(config)) or config.data.packing == "padded":
         return _numbers(config.data)
     try:

@@ -412,8 +412,15 @@ VALIDATION_METRICS: list[Metric] = [
         "references, after train.normaliser",
         lambda x: None if math.isnan(x.word_error_rate) else x.word_error_rate,
         "{:.1%}",
-        odd="Over 1: answers are longer than the references; see hypotheses.jsonl. Cut off answers: "
-        "raise train.max_new_tokens.",
+        odd="Over 1: answers are longer than the references; see hypotheses.jsonl.",
+    ),
+    Metric(
+        "cut_off",
+        "share",
+        "decoded answers that did not end within train.max_new_tokens: wer is that of cut answers",
+        lambda x: sum(not h.ended for h in x.hypotheses) / len(x.hypotheses) if x.hypotheses else None,
+        "{:.1%}",
+        odd="Many before a model has learned to end its answers. Later: raise train.max_new_tokens.",
     ),
 ]
 """Metrics of every validation set, and of all of them: means over the sets, for documents the sum."""

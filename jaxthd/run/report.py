@@ -29,6 +29,13 @@ def end_report(
     normalise: what texts go through before they are compared.
     """
     parts, is_done = [summary(lines)], lines[-1]["step"] >= config.train.steps
+    if cut := sum(not x.get("ended", True) for x in hypotheses):
+        most = config.train.max_new_tokens
+        parts.append(
+            f"  {cut} of {len(hypotheses)} answers were cut off at {most} tokens, so WER"
+            f"{' and @best are' if config.train.best_by == 'wer' else ' is'} that of cut answers; if they "
+            f"should be longer: --train.max-new-tokens {2 * most}"
+        )
     if skipped:
         parts.append(f"  skipped: {skipped}")
     parts.append(f"\nTrained: {parameters}, on {', '.join(config.data.manifest)}")

@@ -1,6 +1,7 @@
 """Sizes of buffers that are not given are derived from the data, said once and kept with the run."""
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig
+from jaxthd.config import Config, DataConfig, TrainConfig
 from jaxthd.config.values import Unset
 from jaxthd.files.run_folder import read_config, write_config
 from jaxthd.planning import sizes
@@ -140,3 +141,46 @@ def test_prompts_and_padded_batches_keep_the_defaults(tmp_path: Path):
     drawn = replace(on(manifest), train=replace(Config().train, objective="grpo"))
     for config in (padded, drawn):
         assert numbers(with_sizes(config, tmp_path)) == numbers(Config())
+
+
+def validated_on(path: Path, letters: list[int], **train: Any) -> Config:
+    """A config that validates on texts of so many letters, as bytes."""
+    path.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "id": f"{i}",
+                    "messages": [{"role": "user", "content": "?"}, {"role": "assistant", "content": "a" * n}],
+                }
+            )
+            + "\n"
+            for i, n in enumerate(letters)
+        )
+    )
+    data = DataConfig(validation_manifest=f"held={path}", tokenizer="bytes", capacity=64, max_documents=2)
+    return Config(data=replace(data, audio_capacity=0), train=TrainConfig(**train))
+
+
+def test_answers_have_room_for_the_longest_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """24 tokens, which suited words, cut 25 of 44 answers of letters."""
+    config, run = validated_on(tmp_path / "m.jsonl", [3, 61, 40]), tmp_path / "run"
+    found = with_sizes(config, run)
+    longest = 62  # its end is supervised too
+    assert found.train.max_new_tokens == math.ceil(1.25 * longest)
+    assert f"longest answer to validate, of {longest} tokens" in capsys.readouterr().out
+    run.mkdir()
+    write_config(run, found)
+    (run / "checkpoints" / "1").mkdir(parents=True)
+    longer = validated_on(tmp_path / "m.jsonl", [100])
+    assert with_sizes(longer, run).train.max_new_tokens == found.train.max_new_tokens
+
+
+@pytest.mark.parametrize(("given", "warns"), [(24, True), (62, False), (0, False)])
+def test_a_given_length_stays_and_is_warned_of_where_it_cuts_references(
+    given: int, warns: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    config = validated_on(tmp_path / "m.jsonl", [3, 61], max_new_tokens=given)
+    assert with_sizes(config, tmp_path / "run") == config
+    said = capsys.readouterr().err
+    assert ("train.max_new_tokens is 24, but an answer to validate has 62 tokens" in said) == warns
+    assert bool(said) == warns
