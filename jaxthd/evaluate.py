@@ -219,7 +219,7 @@ def _table(summary: Mapping[str, Any]) -> str:
         f"{summary['measured_on']}."
     ]
     for what, text in (
-        ("cut_off", "hypotheses were cut off: WER and CER are those of cut ones. Raise --train.max-new-tokens"),
+        ("cut_off", "hypotheses were cut off, and count as such: raise --train.max-new-tokens"),
         ("without_words", "references have no word and count in neither WER nor CER"),
     ):
         if count := sum(f[what] for f in summary["sets"].values()):

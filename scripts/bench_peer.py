@@ -113,10 +113,13 @@ def measured(ways: dict[str, Process], rounds: int) -> dict[str, Way]:
         for name, process in ways.items():
             matrix, timed = matrix_rate(process), process.timed("stretch", number)
             found[name].append([*timed.result, timed.seconds, matrix])
-    return {
-        name: Way(*map(np.array, zip(*found[name], strict=True)), process.ask("peak"), process.ask("gflop"))  # type: ignore[call-arg]
-        for name, process in ways.items()
-    }
+
+    def way(name: str) -> Way:
+        tokens, audio_seconds, seconds, matrix = map(np.array, zip(*found[name], strict=True))
+        peak, gflop = ways[name].ask("peak"), ways[name].ask("gflop")
+        return Way(tokens, audio_seconds, seconds, matrix, peak, gflop)
+
+    return {name: way(name) for name in ways}
 
 
 def show_parts(title: str, ways: dict[str, Process]) -> None:
@@ -134,7 +137,9 @@ def compare_around(title: str, ways: dict[str, Process]) -> float:
     """Prints the loaders' speed and that of answers. Returns the share of answers' tokens that are equal."""
     from scripts.benchmark import show
 
-    loads, times, answers = [], {}, []
+    loads: list[list[str]] = []
+    times: dict[str, list[float]] = {}
+    answers: list[list[list[int]]] = []
     for name, process in ways.items():
         process.ask("load")
         loaded = process.timed("load")

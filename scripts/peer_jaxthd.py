@@ -3,7 +3,7 @@
 import json
 import sys
 import tempfile
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
@@ -132,7 +132,7 @@ class Jaxthd:
             (trace,) = Path(traces).glob("**/*.xplane.pb")
             data = jax.profiler.ProfileData.from_file(str(trace))
             spans = list(_operations(data, instructions))
-        milliseconds = Counter[str]()
+        milliseconds: dict[str, float] = defaultdict(float)
         for name, spent in _shared(spans).items():
             milliseconds[part_of(list(program.frames(instructions[name])))] += spent / 1e6
         return thousand_tokens(milliseconds, tokens)
@@ -166,13 +166,14 @@ def _operations(data: Any, instructions: Mapping[str, Any]) -> Iterator[tuple[fl
                     yield event.start_ns, event.start_ns + event.duration_ns, name
 
 
-def _shared(spans: Sequence[tuple[float, float, str]]) -> Counter[str]:
+def _shared(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
     """Time of each name; operations that run at the same time share it."""
     points = sorted(
         (t, n, begins) for n, (a, b, _) in enumerate(spans) for t, begins in ((a, True), (b, False))
     )
     running: set[int] = set()
-    found, last = Counter[str](), 0.0
+    found: dict[str, float] = defaultdict(float)
+    last = 0.0
     for now, begins, number in points:
         for other in running:
             found[spans[other][2]] += (now - last) / len(running)

@@ -4,7 +4,7 @@ import json
 import logging
 import math
 import os
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -251,7 +251,7 @@ class Peer:
         for event in events:
             if event.sequence_nr >= 0 and (part := _enclosing_part(event)):
                 part_of_sequence[event.sequence_nr] = part
-        milliseconds = Counter[str]()
+        milliseconds: dict[str, float] = defaultdict(float)
         for event in events:
             inside = _enclosing_part(event)
             part = inside or part_of_sequence.get(event.sequence_nr, "other")

@@ -1,7 +1,7 @@
 """What the two sides of bench_peer.py share: the models, the documents, and the calls that a side offers."""
 
 import math
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -140,7 +140,7 @@ class Recordings(NamedTuple):
 
 def thousand_tokens(milliseconds: Mapping[str, float], tokens: int) -> dict[str, float]:
     """Milliseconds for 1,000 tokens, by the parts that both sides have."""
-    found = Counter[str]()
+    found: dict[str, float] = defaultdict(float)
     for part, spent in milliseconds.items():
         found[NAMES.get(part, part)] += 1000 * spent / tokens
-    return dict(found)
+    return found

@@ -74,8 +74,8 @@ def with_answer_length(config: Config, workdir: Path | None = None) -> Config:
     if not isinstance(given, Unset):
         if given < longest and is_first():
             print(
-                f"warning: {_ANSWERS} is {given}, but an answer to validate has {longest} tokens: it would be "
-                f"cut off, and count as wrong. Leave {_ANSWERS} out, or set {most}",
+                f"warning: {_ANSWERS} is {given}, but an answer to validate has {longest} tokens: it would "
+                f"be cut off, and count as wrong. Leave {_ANSWERS} out, or set {most}",
                 file=sys.stderr,
             )
         return config
