@@ -316,7 +316,7 @@ def test_updates_that_are_not_finite_are_skipped_and_named_until_there_are_too_m
     with pytest.raises(UserError, match=r"So were 3 in a row.*expected finite numbers"):
         train(replace(config, data=sets, train=wild), tmp_path)
     before, *lines = read_metrics(tmp_path)
-    measured = ("loss", "accuracy", "documents", "wer")
+    measured = ("loss", "accuracy", "documents", "wer", "cut_off")
     names = [f"validation_{name}{x}" for name in ("", "one_", "manifest_") for x in measured]
     assert [name for name in before if name.startswith("validation_")] == names
     assert before["validation_loss"] == before["validation_one_loss"] == before["validation_manifest_loss"]
