@@ -3,12 +3,12 @@
     jaxthd estimate configs/nemotron3_nano_1024.py
     jaxthd train configs/nemotron3_nano_1024.py
 
-The first command compiles the step, which takes minutes, and says what it needs: 17.3 GiB of a device's
-memory; 23 GiB received over NVLink and 152 GiB over the network, 123 GiB of these for the experts; a bubble
-of 11.1%; a checkpoint of 360 GiB.
+The first command compiles the step, which takes minutes, and says what it needs: 17.1 GiB of a device's
+memory; 129 GiB received over NVLink, most of it for the experts, and 42 GiB over the network; a bubble of
+11.1%; a checkpoint of 360 GiB.
 What fails first is loading, since each of the 512 processes of a data rank makes the features of the same
-rows; then the network. The second command reads train.jsonl and validation.jsonl (NeMo manifests) and the
-model's tokenizer.json from this file's folder. It has not yet run on a GPU.
+rows; then the network, then NVLink. The second command reads train.jsonl and validation.jsonl (NeMo
+manifests) and the model's tokenizer.json from this file's folder. It has not yet run on a GPU.
 
 The mesh: tensor 8 inside a machine, context 32, pipeline 2, data 2; the 128 experts over the 64 ranks of data
 x context; all other weights whole on the ranks, which have room for them. Model and encoder are those of

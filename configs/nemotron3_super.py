@@ -4,11 +4,11 @@
     jaxthd train configs/nemotron3_super.py
 
 The first command compiles the step, which takes minutes, and says what it needs: 34.9 GiB of a device's
-memory; 57 GiB received over NVLink and 334 GiB over the network, 288 GiB of these for the experts; a bubble
-of 11.1%; a checkpoint of 1,356 GiB.
-What fails first is loading, as for configs/nemotron3_nano_1024.py; then the network. The second command reads
-train.jsonl and validation.jsonl (NeMo manifests) and the model's tokenizer.json from this file's folder. It
-has not yet run on a GPU.
+memory; 310 GiB received over NVLink, most of it for the experts, and 81 GiB over the network; a bubble of
+11.1%; a checkpoint of 1,356 GiB.
+What fails first is loading, as for configs/nemotron3_nano_1024.py; then the network, then NVLink. The second
+command reads train.jsonl and validation.jsonl (NeMo manifests) and the model's tokenizer.json from this
+file's folder. It has not yet run on a GPU.
 
 The mesh: tensor 8 inside a machine, context 32, pipeline 2, data 2; the 512 experts over the 64 ranks of data
 x context. Encoder, buffers and optimization are those of configs/nemotron3_nano_1024.py. Decoder: NVIDIA,

@@ -189,6 +189,7 @@ class MoEMixer(Stateless):
         self.block = IN_ROUNDS if compute.blocks.expert_rounds else compute.blocks.experts
         self.capacity = compute.blocks.expert_slots
         self.axes = owners.axes if owners else ()
+        self.column_axes = columns.axes if columns.is_sharded(init.mesh) else ()
         self.mesh = init.mesh
 
     def _add_biases(self, block: MoE, init: Init, owners: ShardedDim | None, width: int) -> None:
@@ -243,8 +244,8 @@ class MoEMixer(Stateless):
         routed = x_ND if self.latent_in is None else self.latent_in(x_ND)
         experts = self._weights(x_ND.dtype)
         if self.axes:
-            sizes = self.axes, self.capacity, self.block
-            out = exchanged_experts(routed, experts, chosen_Nk, weight_Nk, routed_N, self.form, *sizes)
+            how = self.form, self.axes, self.column_axes, self.capacity, self.block
+            out = exchanged_experts(routed, experts, chosen_Nk, weight_Nk, routed_N, *how)
         else:
             layout = expert_layout(chosen_Nk, routed_N, self.up.shape[0], self.block)
             mlp = expert_mlp(dispatch(routed, layout), experts, layout, self.form)
