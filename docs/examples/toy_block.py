@@ -27,7 +27,7 @@ from jaxthd.config.values import DERIVED
 from jaxthd.models.blocks import MLP, Attention, Prefilled
 from jaxthd.models.layers import Linear
 from jaxthd.ops.scan.contract import ScanInputs
-from jaxthd.ops.scan.split_documents import outputs_and_states
+from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.parallel.params import over_tensor
 from jaxthd.run.metrics_file import read_metrics
@@ -72,12 +72,12 @@ class MovingAverageMixer(nnx.Module):
 
     def __call__(self, x_ND: Array, segments: Segments) -> Array:
         nowhere = jnp.zeros(0, jnp.int32)
-        y_NHP, _ = outputs_and_states(self._scanned(x_ND), segments, nowhere, chunk=self.chunk)
+        y_NHP, _ = ssd_and_states(self._scanned(x_ND), segments, nowhere, chunk=self.chunk)
         return self._finish(y_NHP, x_ND)
 
     def prefill(self, x_ND: Array, segments: Segments, prompts: Prompts) -> Prefilled:
         ends = segments.local_index(prompts.ends.last)
-        y_NHP, state_DHP1 = outputs_and_states(self._scanned(x_ND), segments, ends, chunk=self.chunk)
+        y_NHP, state_DHP1 = ssd_and_states(self._scanned(x_ND), segments, ends, chunk=self.chunk)
         return Prefilled(self._finish(y_NHP, x_ND), [], [prompts.share(state_DHP1, segments)])
 
     def step(self, x_nD: Array, fixed: list, state: list, now: Now) -> tuple[Array, list[Array]]:

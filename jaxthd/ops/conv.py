@@ -5,6 +5,7 @@ Legend: N tokens, K taps, C channels, R rows, S context chunks of a row on a ran
 chunk, k = K - 1; D documents of a row, after whose prompts decoding goes on; P prefixes of a row; F = R D k.
 """
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -56,12 +57,13 @@ class _More(NamedTuple):
 
     def to(self, y_RSLC: Array) -> Array:
         """y [R, S, L, C] with the values added."""
-        y_NC = (
-            y_RSLC.reshape(-1, y_RSLC.shape[-1])
-            .at[self.at]
-            .add(self.values.astype(y_RSLC.dtype), mode="drop")
-        )
-        return y_NC.reshape(y_RSLC.shape)
+        values_FC, tokens = self.values.astype(y_RSLC.dtype), math.prod(y_RSLC.shape[:3])
+        # Read by each token, and not written to a few: so it is part of the loop that sums the taps.
+        number_F = jnp.arange(len(self.at), dtype=jnp.int32)
+        none_N = jnp.full(tokens, len(self.at), jnp.int32)
+        number_N = none_N.at[self.at].set(number_F, mode="drop")
+        more_NC = values_FC.at[number_N].get(mode="fill", fill_value=0)
+        return y_RSLC + more_NC.reshape(y_RSLC.shape)
 
     def back(self, dy_RSLC: Array) -> "_More":
         """The gradients of the fields; None for `at`."""

@@ -27,7 +27,7 @@ from jaxthd.ops.conv import causal_conv, last_inputs
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanInputs
-from jaxthd.ops.scan.split_documents import outputs_and_states
+from jaxthd.ops.scan.ssd import ssd_and_states
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor, own_part
@@ -156,7 +156,7 @@ class Mamba2Mixer(nnx.Module):
         inputs_NC = self._project(x_ND)
         inputs = self._scan_inputs(x_ND, inputs_NC, segments)
         ends = segments.local_index(prompts.ends.last)
-        y_NHP, state_DHPS = outputs_and_states(inputs, segments, ends, chunk=self.chunk)
+        y_NHP, state_DHPS = ssd_and_states(inputs, segments, ends, chunk=self.chunk)
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_x.shape[0], segments)
         state = [prompts.share(x, segments) for x in (last_DkC, state_DHPS)]
         return Prefilled(self._scan_outputs(y_NHP, inputs.x, x_ND), [], state)

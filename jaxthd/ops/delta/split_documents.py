@@ -21,9 +21,8 @@ from jaxtyping import Float, Int32
 from jaxthd.ops.delta.rule import DeltaInputs, Given, gated_delta_rule
 from jaxthd.ops.numerics import accumulation_dtype, exact_product
 from jaxthd.ops.scan.prefixes import numbers_by_scan_chunk, of_states
-from jaxthd.ops.scan.split_documents import entering_states
 from jaxthd.ops.scan.ssd import by_scan_chunk
-from jaxthd.ops.scan.state_passing import MatrixMap
+from jaxthd.ops.scan.state_passing import MatrixMap, entering_states
 from jaxthd.packing.segments import Segments
 
 

@@ -1,6 +1,5 @@
 """The scan's back-ends by name. A new one is a file that ends in a ScanBackend, and a line here."""
 
-import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
@@ -8,7 +7,6 @@ from jaxthd.ops.backend import find_backend
 from jaxthd.ops.scan import pallas, ssd
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs
 from jaxthd.ops.scan.prefixes import ssd_and_prefix_outputs
-from jaxthd.ops.scan.split_documents import from_entering_states
 from jaxthd.packing.segments import Segments
 
 BACKENDS: dict[str, ScanBackend] = {b.name: b for b in (pallas.BACKEND, ssd.BACKEND)}
@@ -21,10 +19,6 @@ def scan(inputs: ScanInputs, segments: Segments, *, chunk: int, backend: str) ->
     document (segments.splits). Raises ValueError for a back-end that is not there.
     """
     segments = segments.for_mixers
-    if segments.splits is not None:
-        y_NHP = scan(inputs, segments.splits.on_rank, chunk=chunk, backend=backend)
-        nowhere = jnp.zeros(0, jnp.int32)
-        return y_NHP + from_entering_states(inputs, segments, nowhere, chunk=chunk)[0]
     run = find_backend(BACKENDS, "scan", backend).scan
     if segments.prefixes is None:
         return run(inputs, segments, chunk=chunk)

@@ -43,7 +43,7 @@ def decays_since_start_here(
     before, to the token."""
     i = jnp.arange(positions_CQ.shape[1])
     counted_CQQ = (i[:, None] >= i) & (i[:, None] - i <= positions_CQ[..., None])
-    return jnp.exp(_exact_einsum("cghk,cqk->cghq", decay_CGhQ, counted_CQQ.astype(decay_CGhQ.dtype)))
+    return jnp.exp(exact_einsum("cghk,cqk->cghq", decay_CGhQ, counted_CQQ.astype(decay_CGhQ.dtype)))
 
 
 def _decay_over(counted: Array, decay_CGhQ: Array, seen: Array) -> Array:
@@ -53,8 +53,8 @@ def _decay_over(counted: Array, decay_CGhQ: Array, seen: Array) -> Array:
     The sums are a matrix product with ones and zeros: all terms are of one sign, and cumulative sums are
     slow.
     """
-    sums = _exact_einsum("cghk,...k->cgh...", decay_CGhQ, counted.astype(decay_CGhQ.dtype))
+    sums = exact_einsum("cghk,...k->cgh...", decay_CGhQ, counted.astype(decay_CGhQ.dtype))
     return jnp.exp(jnp.where(seen[:, None, None], sums, -jnp.inf))
 
 
-_exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)
+exact_einsum = partial(jnp.einsum, precision=jax.lax.Precision.HIGHEST)

@@ -63,6 +63,8 @@ from jaxthd.ops.scan.pallas_launches import (
     shared_grad,
     states,
 )
+from jaxthd.ops.scan.pallas_split_documents import ScanArrays, enter, with_gradients
+from jaxthd.ops.scan.split_documents import put
 from jaxthd.ops.scan.ssd import in_whole_chunks, positions_by_scan_chunk
 from jaxthd.ops.scan.state_passing import DecayMap, initial_states
 from jaxthd.packing.segments import Segments
@@ -94,7 +96,8 @@ def ssd_pallas(
     On a CPU the kernels are interpreted. Raises ValueError for other dtypes and sizes.
     """
     x_NHP, dt_NH, a_H, b_NGS, c_NGS = inputs
-    context_chunks = segments.rows * segments.context_chunks
+    own = segments if segments.splits is None else segments.splits.on_rank
+    context_chunks = own.rows * own.context_chunks
     length = len(x_NHP) // context_chunks
     chunk = chunk_of(chunk, length)
     unfit = why_unfit(chunk, x_NHP.shape[2], b_NGS.shape[2], str(x_NHP.dtype))
@@ -102,7 +105,7 @@ def ssd_pallas(
         raise ValueError(f"the scan kernels cannot take this: {'; '.join(unfit)}; use the xla scan")
     sizes = Sizes(context_chunks, -(-length // chunk), chunk, min(tile, chunk))
     filled = partial(in_whole_chunks, context_chunks=context_chunks, chunk=chunk)
-    positions_N = positions_by_scan_chunk(segments, chunk).reshape(-1)
+    positions_N = positions_by_scan_chunk(own, chunk).reshape(-1)
     dt_HN = filled(dt_NH.astype(jnp.float32)).T
     la_HN = dt_HN * a_H.astype(jnp.float32)[:, None]
     y_NHP = _scan(sizes, filled(x_NHP), dt_HN, la_HN, filled(b_NGS), filled(c_NGS), positions_N, segments)
@@ -152,11 +155,15 @@ def _scan(sizes: Sizes, *given: Any) -> Array:
 
 def _scan_forward(sizes: Sizes, *given: Any) -> tuple[Array, Any]:
     x_NHP, dt_HN, la_HN, b_NGS, c_NGS, positions_N, segments = given
-    decays = _decays(sizes, _sums(sizes, la_HN), positions_N)
-    to_end_HN = dt_HN * decays.end
-    states_CHSP, last_ZHSP = states(sizes, b_NGS, x_NHP, to_end_HN, decays.total)
-    carried, pull = None, None
-    if segments.context > 1:
+    sums = _sums(sizes, la_HN)
+    decays = _decays(sizes, sums, positions_N)
+    states_CHSP, last_ZHSP = states(sizes, b_NGS, x_NHP, dt_HN * decays.end, decays.total)
+    carried, pull, entering, read_CHSP = None, None, None, states_CHSP
+    if segments.splits is not None:
+        arrays = ScanArrays(x_NHP, dt_HN, la_HN, b_NGS, c_NGS)
+        entering, more_EWHP = enter(arrays, states_CHSP, sums.total, sizes.chunk, segments)
+        read_CHSP = entering.states(states_CHSP, segments)
+    elif segments.context > 1:
         before_HC, _, whole_HZ = _over_chunks(sizes, decays.total)
 
         def exchange(whole_HZ: Array, last_ZHSP: Array) -> Array:
@@ -167,12 +174,15 @@ def _scan_forward(sizes: Sizes, *given: Any) -> tuple[Array, Any]:
         first_ZHSP, pull = jax.vjp(exchange, whole_HZ, last_ZHSP)
         carried = Carried(before_HC, first_ZHSP)
     tokens = Tokens(positions_N, dt_HN, la_HN, decays.within, decays.to_tile)
-    y_NHP = outputs(sizes, c_NGS, b_NGS, x_NHP, tokens, decays.start, states_CHSP, carried)
-    return y_NHP, (x_NHP, dt_HN, la_HN, b_NGS, c_NGS, positions_N, states_CHSP, carried, pull)
+    y_NHP = outputs(sizes, c_NGS, b_NGS, x_NHP, tokens, decays.start, read_CHSP, carried)
+    if entering is not None:
+        y_NHP = put(y_NHP, entering.edges.head, more_EWHP)
+    return y_NHP, (*given, states_CHSP, carried, pull, entering)
 
 
 def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ...]:
-    x_NHP, dt_HN, la_HN, b_NGS, c_NGS, positions_N, states_CHSP, carried, pull = residuals
+    x_NHP, dt_HN, la_HN, b_NGS, c_NGS, positions_N, segments, own_CHSP, carried, pull, entering = residuals
+    states_CHSP = own_CHSP if entering is None else entering.states(own_CHSP, segments)
     dy_NHP = dy_NHP.astype(x_NHP.dtype)
     sums, pull_sums = jax.vjp(partial(_sums, sizes), la_HN)
     decays = _decays(sizes, sums, positions_N)
@@ -180,12 +190,15 @@ def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ..
     dstates_CHSP, dfirst_ZHSP, dtotal_HC = states(
         sizes, c_NGS, dy_NHP, decays.start, decays.total, (states_CHSP, carried)
     )
-    dcarried = None
+    dcarried, dends = None, None
+    if entering is not None:
+        dstates_CHSP, more_HC, dends = entering.come_back(dstates_CHSP, own_CHSP, dy_NHP, segments)
+        dtotal_HC += more_HC
     if carried is not None:
         before_HC, after_HC, _ = _over_chunks(sizes, decays.total)
         dwhole_HZ, dlast_ZHSP = pull(dfirst_ZHSP)
         dcarried = Carried(after_HC, dlast_ZHSP)
-        own_ZcHSP = states_CHSP.reshape(sizes.context_chunks, sizes.scan_chunks, *states_CHSP.shape[1:])
+        own_ZcHSP = own_CHSP.reshape(sizes.context_chunks, sizes.scan_chunks, *states_CHSP.shape[1:])
         kept_HZc = jnp.einsum(
             "zhsp,zchsp->hzc",
             dlast_ZHSP,
@@ -215,9 +228,12 @@ def _scan_backward(sizes: Sizes, residuals: Any, dy_NHP: Array) -> tuple[Any, ..
         jnp.where(number_n > tile_N, dto_tile_HnN, 0),
         dstart_HN,
         dend_HN,
-        dtotal_HC * decays.total,
+        dtotal_HC * decays.total + (0 if dends is None else dends.of_scan_chunks.T),
     )
-    return dx_NHP, ddt_HN, dla_HN + pull_sums(dsums)[0], db_NGS, dc_NGS, None, None
+    found = ScanArrays(dx_NHP, ddt_HN, dla_HN + pull_sums(dsums)[0], db_NGS, dc_NGS)
+    if dends is not None:
+        found = with_gradients(found, dends, entering.edges)
+    return *found, None, None
 
 
 _scan.defvjp(_scan_forward, _scan_backward)

@@ -38,15 +38,16 @@ def ssd_and_prefix_outputs(
 
     Arguments and dtypes: as ssd's; segments.prefixes is not None.
     """
-    assert segments.prefixes is not None
-    ends = segments.local_index(segments.prefixes.last)
+    own = segments if segments.splits is None else segments.splits.on_rank
+    assert own.prefixes is not None
+    ends = own.local_index(own.prefixes.last)
     y_NHP, state_EHPS = ssd_and_states(inputs, segments, ends, chunk=chunk)
-    if segments.context > 1:
-        state_EHPS = jax.lax.psum(state_EHPS, segments.axis)
-    length = len(inputs.x) // (segments.rows * segments.context_chunks)
-    chunks = in_scan_chunks(inputs, segments, min(chunk, length))
-    decay_CGhQ = decays_since_start(chunks, segments)
-    return y_NHP, from_states(inputs, chunks, decay_CGhQ, state_EHPS, segments.prefixes.of_token, segments)
+    if own.context > 1:
+        state_EHPS = jax.lax.psum(state_EHPS, own.axis)
+    length = len(inputs.x) // (own.rows * own.context_chunks)
+    chunks = in_scan_chunks(inputs, own, min(chunk, length))
+    decay_CGhQ = decays_since_start(chunks, own)
+    return y_NHP, from_states(inputs, chunks, decay_CGhQ, state_EHPS, own.prefixes.of_token, own)
 
 
 def from_states(

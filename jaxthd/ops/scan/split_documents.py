@@ -2,113 +2,200 @@
 (packing/split_documents.py).
 
 Each context chunk of a split document is scanned from a zero state, as if it were a document, by any
-back-end, together with the whole documents. The scan is linear in the state that enters it. So a token t gets
+back-end, together with the whole documents. What it does to the state that enters it is an affine map. The
+ranks exchange these maps (state_passing.py), and each gets the state H that enters each of its context
+chunks. The scan is linear in H, so what H adds is added where it is small:
 
-    exp(sum of dt a from the chunk's first token to t) C_t . H
+    to the states before scan chunks    those that a context chunk reaches into from the scan chunk before
+    to outputs                          of a context chunk's first tokens, up to the end of their scan chunk
 
-more, where H is the state that enters the chunk: as ops/scan/prefixes.py has it for documents that continue a
-prefix. H comes from what all chunks of the document do to a state, as in state_passing.py: 2 * context maps
-for each split document. If no document is split, nothing of this is computed or exchanged.
+So nothing is scanned twice, and no loop runs over documents. Of a context chunk's map, what it adds is taken
+from the state before its last scan chunk and from its tokens in that one. If no document is split, nothing of
+this is computed or exchanged.
 
-Legend: as ops/scan/ssd.py; E context chunks of split documents on this rank.
+Legend: as ops/scan/ssd.py; E context chunks of split documents on this rank, W tokens of a context chunk in
+one scan chunk, at most Q.
 """
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
-from jaxtyping import Float, Int32
+from jaxtyping import Bool, Float, Int32
 
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.ops.scan.contract import ScanInputs
-from jaxthd.ops.scan.prefixes import decays_since_start, from_states
-from jaxthd.ops.scan.ssd import in_scan_chunk, in_scan_chunks, ssd_and_states
-from jaxthd.ops.scan.state_passing import DecayMap, StateMap, gathered_chunks, states_between_chunks
+from jaxthd.ops.scan.decays import exact_einsum
+from jaxthd.ops.scan.state_passing import DecayMap, entering_states
 from jaxthd.packing.segments import Segments
 
 
-def from_entering_states(
-    inputs: ScanInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
-) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
-    """Additions of the states that enter context chunks of split documents to outputs, and to the states
-    after the tokens at_D; 0 elsewhere.
+class Edges(NamedTuple):
+    """Where context chunks begin and end among the scan chunks of this rank.
 
-    Arguments and dtypes: as ssd_and_states has them; segments.splits is not None.
+    head, tail: the tokens of each context chunk in the scan chunk where it begins, and where it ends, in
+        their order. Behind them stand numbers from N on, no two alike.
+    first, last: these scan chunks; 0 for a context chunk that is not there.
+    reaching: the context chunk that reaches into each scan chunk from the one before; -1 for none.
     """
-    split, tokens = segments.splits, segments.row_length
+
+    head: Int32[Array, "E W"]
+    tail: Int32[Array, "E W"]
+    first: Int32[Array, " E"]
+    last: Int32[Array, " E"]
+    reaching: Int32[Array, " C"]
+
+    @property
+    def following(self) -> Int32[Array, " C"]:
+        """The context chunk that reaches from each scan chunk into the next; -1 for none."""
+        return jnp.concatenate([self.reaching[1:], jnp.full(1, -1, self.reaching.dtype)])
+
+    @property
+    def goes_on(self) -> Bool[Array, "E 1"]:
+        """True where a context chunk reaches beyond its first scan chunk."""
+        return (self.last > self.first)[:, None]
+
+
+def find_edges(segments: Segments, chunk: int, length: int) -> Edges:
+    """Counts where the context chunks of split documents lie.
+
+    chunk: tokens of a scan chunk. length: of a row in the arrays whose tokens are numbered, its own or
+    filled up to whole scan chunks.
+    """
+    split, rows = segments.splits, segments.rows
     assert split is not None
-    heads, number_N = inputs.x.shape[1:], split.chunk_of_token
+    begin_RE, end_RE = split.begin, split.end
+    of_row = -(-segments.row_length // chunk)
+    first_RE, last_RE = jnp.maximum(begin_RE, 0) // chunk, jnp.maximum(end_RE, 0) // chunk
+    row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
+    i = jnp.arange(chunk, dtype=jnp.int32)
 
-    def passed(inputs: ScanInputs) -> tuple[Array, Array]:
-        """Additions of the states that enter context chunks."""
-        ends_E = split.on_rank.local_index(split.end)
-        _, state_EHPS = ssd_and_states(inputs, split.on_rank, ends_E, chunk=chunk)
-        chunks = in_scan_chunks(inputs, split.on_rank, min(chunk, tokens))
-        decay_CGhQ = decays_since_start(chunks, split.on_rank)
-        entering_EHPS = _entering_states(_decay_at(decay_CGhQ, ends_E, tokens), state_EHPS, segments)
-        more_NHP = from_states(inputs, chunks, decay_CGhQ, entering_EHPS, number_N, split.on_rank)
-        decay_DH11 = _decay_at(decay_CGhQ, at_D, tokens).reshape(len(at_D), heads[0], 1, 1)
-        number_D = jnp.where(at_D >= 0, number_N[at_D], -1)
-        more_DHPS = jnp.where((number_D >= 0).reshape(-1, 1, 1, 1), decay_DH11 * entering_EHPS[number_D], 0)
-        return more_NHP, more_DHPS
+    def tokens(start_RE: Array, stop_RE: Array) -> Array:
+        """The tokens from `start` to before `stop`, [E, W]."""
+        slot_REW = start_RE[..., None] + i
+        beyond_EW = rows * length + jnp.arange(start_RE.size * chunk, dtype=jnp.int32).reshape(-1, chunk)
+        there_REW = (slot_REW < stop_RE[..., None]) & (begin_RE >= 0)[..., None]
+        index_EW = (row_R1[..., None] * length + slot_REW).reshape(-1, chunk)
+        return jnp.where(there_REW.reshape(-1, chunk), index_EW, beyond_EW)
 
-    def none(inputs: ScanInputs) -> tuple[Array, Array]:
-        """Zeros in their place: no document is split."""
-        acc, state = accumulation_dtype(inputs.x), inputs.b.shape[-1]
-        return jnp.zeros(inputs.x.shape, acc), jnp.zeros((len(at_D), *heads, state), acc)
-
-    more: tuple[Array, Array] = jax.lax.cond(split.width > 0, passed, none, inputs)
-    return more
-
-
-def outputs_and_states(
-    inputs: ScanInputs, segments: Segments, at_D: Int32[Array, " D"], *, chunk: int
-) -> tuple[Float[Array, "N H P"], Float[Array, "D H P S"]]:
-    """ssd_and_states under every layout."""
-    segments = segments.for_mixers
-    if segments.splits is None:
-        return ssd_and_states(inputs, segments, at_D, chunk=chunk)
-    y_NHP, state_DHPS = ssd_and_states(inputs, segments.splits.on_rank, at_D, chunk=chunk)
-    more_NHP, more_DHPS = from_entering_states(inputs, segments, at_D, chunk=chunk)
-    return y_NHP + more_NHP, state_DHPS + more_DHPS
+    start_c = chunk * jnp.arange(of_row, dtype=jnp.int32)
+    reaches_REc = (begin_RE[..., None] < start_c) & (start_c <= end_RE[..., None])
+    number_RE1 = (row_R1 * begin_RE.shape[1] + jnp.arange(begin_RE.shape[1], dtype=jnp.int32))[..., None]
+    return Edges(
+        head=tokens(begin_RE, jnp.minimum(end_RE + 1, (first_RE + 1) * chunk)),
+        tail=tokens(jnp.maximum(begin_RE, last_RE * chunk), end_RE + 1),
+        first=(row_R1 * of_row + first_RE).reshape(-1),
+        last=(row_R1 * of_row + last_RE).reshape(-1),
+        reaching=jnp.where(reaches_REc, number_RE1, -1).max(axis=1).reshape(-1),
+    )
 
 
-def _decay_at(decay_CGhQ: Array, at_E: Array, tokens: int) -> Array:
-    """The decays of tokens of this rank, [E, G, h]; 1 for -1."""
-    c_E, q_E = in_scan_chunk(at_E, tokens, decay_CGhQ.shape[-1])
-    return jnp.where((at_E >= 0)[:, None, None], decay_CGhQ[c_E, :, :, q_E], 1)
+def taken(x_N: Array, at_EW: Int32[Array, "E W"]) -> Array:
+    """The tokens `at` of x [N, ...]: [E, W, ...], 0 for those that are not there."""
+    rows: Array = x_N.at[at_EW].get(mode="fill", fill_value=0, unique_indices=True)
+    return rows
 
 
-def _entering_states(decay_EGh: Array, state_EHPS: Array, segments: Segments) -> Array:
-    """The state that enters each context chunk, [E, H, P, S], from all chunks' decays and final states."""
-    groups_and_heads = decay_EGh.shape[1:]
-    state_EGShP = jnp.moveaxis(state_EHPS.reshape(-1, *groups_and_heads, *state_EHPS.shape[2:]), -1, 2)
-    entering_EGShP = entering_states(DecayMap(decay_EGh, state_EGShP), segments)
-    return jnp.moveaxis(entering_EGShP, 2, -1).reshape(state_EHPS.shape)
+def put(x_N: Array, at_EW: Int32[Array, "E W"], more_EW: Array) -> Array:
+    """x [N, ...] with `more` added at the tokens `at` that are there."""
+    more = more_EW.astype(x_N.dtype)
+    summed: Array = x_N.at[at_EW].add(more, mode="drop", unique_indices=True)
+    return summed
 
 
-def entering_states(maps: StateMap, segments: Segments) -> Array:
-    """The state that enters each context chunk of split documents, shaped as maps.added.
+class Ends(NamedTuple):
+    """What a scan knows of the tokens at both ends of context chunks: of Edges.tail (x, dt, B and `to_end`)
+    and of Edges.head (C and `from_start`); 0 where there are none.
 
-    maps: what each of them does to a state, leaves [E, ...]; 0 where there is no such chunk. One document of
-    each row after the other, as many as there are.
+    to_end, from_start: the logarithm of the decay, dt a, of these tokens. before: the state before the last
+    scan chunk, as scanned from zero. of_scan_chunks: the logarithm of the decay over each scan chunk.
     """
-    assert segments.splits is not None
-    chunk_RK = segments.splits.slots.chunk
 
-    def by_document(x_E: Array) -> Array:
-        """[E, ...] -> [K, R, 2, ...]."""
-        return x_E.reshape(*chunk_RK.shape, 2, *x_E.shape[1:]).swapaxes(0, 1)
+    x: Float[Array, "E W H P"]
+    dt: Float[Array, "E W H"]
+    b: Float[Array, "E W G S"]
+    to_end: Float[Array, "E W H"]
+    c: Float[Array, "E W G S"]
+    from_start: Float[Array, "E W H"]
+    before: Float[Array, "E H S P"]
+    of_scan_chunks: Float[Array, "C H"]
 
-    def exchanged(maps_R2: StateMap) -> Array:
-        """The states [R, 2, ...] that enter this rank's two chunks of a document of each row."""
-        everywhere = jax.tree.map(lambda x: gathered_chunks(x, 1, segments)[0], maps_R2)
-        return states_between_chunks(everywhere, segments)
 
-    def document(_: None, given: tuple[Array, StateMap]) -> tuple[None, Array]:
-        """Exchanges the maps of the next document of each row, if any row has one."""
-        exists, maps_R2 = given
-        return None, jax.lax.cond(exists, exchanged, lambda maps: jnp.zeros_like(maps.added), maps_R2)
+def entered(
+    ends: Ends, edges: Edges, segments: Segments
+) -> tuple[Float[Array, "E H S P"], Float[Array, "E W H P"]]:
+    """The states that enter context chunks, and what they add to the outputs of the tokens Edges.head. Both
+    are in the accumulation dtype; 0 if no document is split.
+    """
+    split = segments.splits
+    assert split is not None
 
-    by_number = (chunk_RK > 0).any(0), jax.tree.map(by_document, maps)
-    _, before_KR2 = jax.lax.scan(document, None, by_number)
-    return before_KR2.swapaxes(0, 1).reshape(maps.added.shape)
+    def exchanged(ends: Ends) -> tuple[Array, Array]:
+        """Exchanges the maps of all context chunks. All else is small, and computed again for gradients."""
+        maps = jax.checkpoint(_maps)(ends, edges)
+        entering_EHSP = entering_states(maps, segments).reshape(ends.before.shape)
+        return entering_EHSP, jax.checkpoint(_head_outputs)(entering_EHSP, ends)
+
+    def none(ends: Ends) -> tuple[Array, Array]:
+        """Zeros in their place."""
+        acc = accumulation_dtype(ends.x)
+        return jnp.zeros(ends.before.shape, acc), jnp.zeros(ends.x.shape, acc)
+
+    found: tuple[Array, Array] = jax.lax.cond(split.width > 0, exchanged, none, ends)
+    return found
+
+
+def _maps(ends: Ends, edges: Edges) -> DecayMap:
+    """The map of each context chunk, a head's state as one dim: decay [E, H, 1], added [E, H, 1, 1, S P]."""
+    (chunks, tokens, heads, p), (_, _, groups, state) = ends.x.shape, ends.b.shape
+    i = jnp.arange(tokens)
+    to_end_EWH = jnp.exp(exact_einsum("evh,wv->ewh", ends.to_end, i > i[:, None]))
+    weighted_EWHP = (ends.x * (to_end_EWH * ends.dt)[..., None]).astype(ends.x.dtype)
+    weighted_EWGhP = weighted_EWHP.reshape(chunks, tokens, groups, -1, p)
+    acc = accumulation_dtype(ends.x)
+    added = jnp.einsum("ewgs,ewghp->eghsp", ends.b, weighted_EWGhP, preferred_element_type=acc)
+
+    c, over_last_EH = jnp.arange(len(ends.of_scan_chunks)), ends.to_end.sum(1)
+    is_between_EC = (edges.first[:, None] < c) & (c < edges.last[:, None])
+    between_EH = exact_einsum("ch,ec->eh", ends.of_scan_chunks, is_between_EC)
+    whole_EH = over_last_EH + jnp.where(edges.goes_on, ends.from_start.sum(1) + between_EH, 0)
+    left_EH = jnp.where(edges.goes_on, jnp.exp(over_last_EH), 0)
+    added_EHSP = added.reshape(chunks, heads, state, p) + left_EH[..., None, None] * ends.before
+    return DecayMap(jnp.exp(whole_EH)[..., None], added_EHSP.reshape(chunks, heads, 1, 1, -1))
+
+
+def _head_outputs(entering_EHSP: Array, ends: Ends) -> Array:
+    """What entering states add to the outputs of the tokens Edges.head, [E, W, H, P]."""
+    (chunks, tokens, groups, _), (_, heads, state, p) = ends.c.shape, entering_EHSP.shape
+    entering_EGhSP = entering_EHSP.reshape(chunks, groups, -1, state, p).astype(ends.c.dtype)
+    acc = accumulation_dtype(ends.c)
+    more = jnp.einsum("ewgs,eghsp->ewghp", ends.c, entering_EGhSP, preferred_element_type=acc)
+    return more.reshape(chunks, tokens, heads, p) * since_start(ends)[..., None]
+
+
+def since_start(ends: Ends) -> Float[Array, "E W H"]:
+    """The decay from before a context chunk's first token to each token of Edges.head, included."""
+    i = jnp.arange(ends.from_start.shape[1])
+    return jnp.exp(exact_einsum("evh,wv->ewh", ends.from_start, i <= i[:, None]))
+
+
+def through_head(ends: Ends, edges: Edges) -> Float[Array, "E H"]:
+    """What is left of an entering state after a context chunk's first scan chunk; 0 where it ends there."""
+    return jnp.where(edges.goes_on, jnp.exp(ends.from_start.sum(1)), 0)
+
+
+def through_scan_chunks(
+    of_scan_chunks: Float[Array, "C H"], edges: Edges, *, after: bool = False
+) -> Float[Array, "C H"]:
+    """What is left of a context chunk's state before each scan chunk that it reaches into, of the state after
+    its first one; 0 in other scan chunks. after: what is left before its last one, of the state after each
+    scan chunk that it reaches beyond.
+
+    of_scan_chunks: see Ends.
+    """
+    c, of_C = jnp.arange(len(edges.reaching)), edges.following if after else edges.reaching
+    fills_C = edges.reaching == edges.following
+    same_CC = fills_C & (edges.reaching == of_C[:, None])
+    counted_CC = same_CC & ((c > c[:, None]) if after else (c < c[:, None]))
+    sums_CH = exact_einsum("kh,ck->ch", of_scan_chunks, counted_CC)
+    return jnp.where(of_C[:, None] >= 0, jnp.exp(sums_CH), 0)

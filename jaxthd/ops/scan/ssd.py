@@ -23,6 +23,17 @@ from jaxthd.ops.backend import RAN_ON_CPU, RAN_ON_GPU
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.contract import ScanBackend, ScanInputs
 from jaxthd.ops.scan.decays import Decays, decays_of
+from jaxthd.ops.scan.split_documents import (
+    Edges,
+    Ends,
+    entered,
+    find_edges,
+    put,
+    since_start,
+    taken,
+    through_head,
+    through_scan_chunks,
+)
 from jaxthd.ops.scan.state_passing import DecayMap, faded, initial_states
 from jaxthd.packing.segments import Segments
 
@@ -47,16 +58,24 @@ def ssd_and_states(
 
     Both are in the accumulation dtype.
     """
+    segments = segments.for_mixers
+    own = segments if segments.splits is None else segments.splits.on_rank
     x_NHP, state = inputs.x, inputs.b.shape[-1]
-    length = len(x_NHP) // (segments.rows * segments.context_chunks)
-    chunks = in_scan_chunks(inputs, segments, min(chunk, length))
+    length = len(x_NHP) // (own.rows * own.context_chunks)
+    chunk = min(chunk, length)
+    chunks = in_scan_chunks(inputs, own, chunk)
     decays = decays_of(chunks.decay_CGhQ, chunks.positions_CQ)
-    state_CGShP = _states_before(chunks, decays, segments)
+    state_CGShP = _states_before(chunks, decays, own)
+    entered = None
+    if segments.splits is not None:
+        entered = _Entered.of(inputs, chunks, state_CGShP, segments)
+        state_CGShP = entered.states(state_CGShP)
     y_CGQhP = _outputs(chunks, decays, state_CGShP)
     y_ZLHP = y_CGQhP.swapaxes(1, 2).reshape(len(x_NHP) // length, -1, *x_NHP.shape[1:])
+    y_NHP = y_ZLHP[:, :length].reshape(x_NHP.shape)
     state_DGShP = _states_after(chunks, decays, state_CGShP, at_D, length)
     state_DHPS = jnp.moveaxis(state_DGShP, 2, -1).reshape(len(at_D), *x_NHP.shape[1:], state)
-    return y_ZLHP[:, :length].reshape(x_NHP.shape), state_DHPS
+    return (y_NHP, state_DHPS) if entered is None else entered.added(y_NHP, state_DHPS, at_D, segments)
 
 
 class ScanChunks(NamedTuple):
@@ -147,6 +166,64 @@ def states_between(maps: DecayMap, segments: Segments) -> Float[Array, "C G S h 
     if segments.context > 1:
         state_cZGShP = state_cZGShP + faded(initial_states(total, segments), decay_cZGh)
     return state_cZGShP.swapaxes(0, 1).reshape(maps.added.shape)
+
+
+class _Entered(NamedTuple):
+    """States that enter context chunks of split documents (split_documents.py), and what they add.
+
+    faded: what is left of such a state before each scan chunk, [C, H].
+    """
+
+    edges: Edges
+    ends: Ends
+    faded: Array
+    state_EHSP: Array
+    more_EWHP: Array
+
+    @classmethod
+    def of(cls, inputs: ScanInputs, chunks: ScanChunks, state_CGShP: Array, segments: Segments) -> "_Entered":
+        """state: before each scan chunk, on this rank from zero."""
+        x_NHP, dt_NH, a_H, b_NGS, c_NGS = inputs
+        chunk, heads = chunks.positions_CQ.shape[1], x_NHP.shape[1:]
+        edges = find_edges(segments, chunk, segments.row_length)
+        log_decay_NH = (dt_NH * a_H).astype(accumulation_dtype(x_NHP))
+        before_EGShP = state_CGShP[edges.last]
+        ends = Ends(
+            x=taken(x_NHP, edges.tail),
+            dt=taken(dt_NH, edges.tail),
+            b=taken(b_NGS, edges.tail),
+            to_end=taken(log_decay_NH, edges.tail),
+            c=taken(c_NGS, edges.head),
+            from_start=taken(log_decay_NH, edges.head),
+            before=jnp.moveaxis(before_EGShP, 2, 3).reshape(len(before_EGShP), heads[0], -1, heads[1]),
+            of_scan_chunks=chunks.decay_CGhQ.sum(-1).reshape(len(state_CGShP), -1),
+        )
+        state_EHSP, more_EWHP = entered(ends, edges, segments)
+        through_EH = through_head(ends, edges)
+        faded_CH = through_scan_chunks(ends.of_scan_chunks, edges) * through_EH[edges.reaching]
+        return cls(edges, ends, faded_CH, state_EHSP, more_EWHP)
+
+    def states(self, state_CGShP: Array) -> Array:
+        """The states before scan chunks, with what is left of those that enter."""
+        groups, heads = state_CGShP.shape[1], state_CGShP.shape[3]
+        state_EGhSP = self.state_EHSP.reshape(-1, groups, heads, *self.state_EHSP.shape[2:])
+        state_EGShP = jnp.moveaxis(state_EGhSP, 2, 3)[self.edges.reaching]
+        return state_CGShP + faded(state_EGShP, self.faded.reshape(-1, groups, heads))
+
+    def added(self, y_NHP: Array, state_DHPS: Array, at_D: Array, segments: Segments) -> tuple[Array, Array]:
+        """Outputs and states after tokens, with what entering states add to these in the scan chunk where
+        their context chunk begins."""
+        assert segments.splits is not None
+        y_NHP = put(y_NHP, self.edges.head, self.more_EWHP)
+        if not len(at_D):
+            return y_NHP, state_DHPS
+        number_D = segments.splits.chunk_of_token[at_D]
+        place_D = at_D - self.edges.head[number_D, 0]
+        is_in_head_D = (at_D >= 0) & (number_D >= 0) & (place_D < self.edges.head.shape[1])
+        is_in_head_D &= self.edges.head[number_D, jnp.minimum(place_D, self.edges.head.shape[1] - 1)] == at_D
+        decay_DH = since_start(self.ends)[number_D, jnp.clip(place_D, 0, self.edges.head.shape[1] - 1)]
+        more_DHPS = decay_DH[..., None, None] * self.state_EHSP[number_D].swapaxes(2, 3)
+        return y_NHP, state_DHPS + jnp.where(is_in_head_D[:, None, None, None], more_DHPS, 0)
 
 
 def _outputs(chunks: ScanChunks, decays: Decays, state_CGShP: Array) -> Array:

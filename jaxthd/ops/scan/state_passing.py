@@ -13,10 +13,12 @@ Legend: R rows, Z context chunks on this rank (2 R). Of a DecayMap: G groups, h 
 P head dim. Of a MatrixMap: K key dim, V value dim.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 from jaxtyping import Float
 
@@ -89,27 +91,29 @@ def initial_states(total: StateMap, segments: Segments) -> Array:
 
 def _prefix_gathered(maps: StateMap, segments: Segments) -> Array:
     """maps: leaves [R, 2, ...]. Returns the states before, [R, 2, ...]."""
-
-    def everywhere(x_R2: Array) -> Array:
-        """In the chunks' order: first chunks of ranks 0, 1, ..., then second chunks of ranks ..., 1, 0."""
-        x = jax.lax.all_gather(x_R2, segments.axis, axis=0)
-        return jnp.concatenate([x[:, :, 0], x[::-1, :, 1]])
-
-    # Written out: a loop of so few small steps would be driven by the host on GPUs.
-    return states_between_chunks(jax.tree.map(everywhere, maps), segments, unroll=True)
+    everywhere = jax.tree.map(lambda x: _in_order(jax.lax.all_gather(x, segments.axis, axis=0)), maps)
+    before = _states_before(everywhere)
+    first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
+    return jnp.stack([before[first], before[second]], axis=1)
 
 
-def states_between_chunks(maps: StateMap, segments: Segments, *, unroll: bool = False) -> Array:
-    """The states before this rank's two chunks, [R, 2, ...], from the maps of all 2 * context chunks in their
-    order, leaves [2 * C, R, ...]. unroll: the steps are written out."""
+def _in_order(x_CR2: Array) -> Array:
+    """All context chunks in their order, [2 * C, R, ...], from each rank's two: first chunks of ranks 0, 1,
+    ..., then second chunks of ranks ..., 1, 0.
+    """
+    return jnp.concatenate([x_CR2[:, :, 0], x_CR2[::-1, :, 1]])
+
+
+def _states_before(maps: StateMap) -> Array:
+    """The states before each of 2 * C context chunks, from their maps in that order, leaves [2 * C, ...]."""
 
     def step(state: Array, of_chunk: StateMap) -> tuple[Array, Array]:
         """(the state after a chunk, the one before it)."""
         return of_chunk.on(state), state
 
-    _, before = jax.lax.scan(step, jnp.zeros_like(maps.added[0]), maps, unroll=unroll)
-    first, second = segments.swap.chunks(jax.lax.axis_index(segments.axis))
-    return jnp.stack([before[first], before[second]], axis=1)
+    # Written out: a loop of so few small steps would be driven by the host on GPUs.
+    before: Array = jax.lax.scan(step, jnp.zeros_like(maps.added[0]), maps, unroll=True)[1]
+    return before
 
 
 def _prefix_in_steps(maps: StateMap, segments: Segments) -> Array:
@@ -136,6 +140,33 @@ def _prefix_in_steps(maps: StateMap, segments: Segments) -> Array:
     all_firsts = jax.tree.map(lambda x: jax.lax.psum(jnp.where(is_last, x, 0), axis), firsts)
     before_second = all_firsts.then(shifted(seconds, 1, 1)).added
     return jnp.stack([shifted(firsts, 0, 1).added, before_second], axis=1)
+
+
+def entering_states(maps: StateMap, segments: Segments) -> Array:
+    """The state that enters each context chunk of split documents, under the layout "whole", [E, H, ...],
+    shaped as maps.added.
+
+    maps: what each of them does to a state, leaves [E, H, ...], by heads; `added` is 0 and the rest finite
+    where there is no such chunk.
+
+    Each rank gets the maps of all chunks for its part of the heads, finds the states before them, and sends
+    these to the ranks of the chunks. A rank so receives less than two maps for each of its own, whatever the
+    number of ranks, and holds as much as it has itself. An all-gather would give it every rank's, to compute
+    the same from them everywhere.
+    """
+    context, axis, heads = segments.context, segments.axis, maps.added.shape[1]
+    sizes = [math.prod(x.shape[2:]) for x in maps]
+    # One array, so that there is one collective each way.
+    given_EHF = jnp.concatenate([x.reshape(*x.shape[:2], -1) for x in maps], axis=2)
+    given_EHF = jnp.pad(given_EHF, [(0, 0), (0, -heads % context), (0, 0)])
+    by_part = given_EHF.reshape(-1, 2, context, given_EHF.shape[1] // context, given_EHF.shape[2])
+    of_part_ZDhF = _in_order(jax.lax.all_to_all(jnp.moveaxis(by_part, 2, 0), axis, 0, 0))
+    parts = jnp.split(of_part_ZDhF, np.cumsum(sizes[:-1]).tolist(), axis=3)
+    pairs = zip(parts, maps, strict=True)
+    before = _states_before(type(maps)(*(part.reshape(*part.shape[:3], *x.shape[2:]) for part, x in pairs)))
+    of_ranks = jnp.stack([before[:context], before[context:][::-1]], axis=2)
+    entering = jnp.moveaxis(jax.lax.all_to_all(of_ranks, axis, 0, 0), 0, 2)
+    return entering.reshape(len(given_EHF), -1, *maps.added.shape[2:])[:, :heads]
 
 
 def gathered_chunks(x: Array, dim: int, segments: Segments) -> tuple[Array, tuple[Array, Array]]:
