@@ -301,12 +301,21 @@ class Peer:
                     given = {name: batch[of] for name, of in names.items()}
                     answers = self.salm.generate(**given, generation_config=settings)
                 else:
-                    embeddings, _, seen = self.embedded(batch)
-                    given = {"inputs_embeds": embeddings, "attention_mask": seen}
-                    answers = self.llm.generate(**given, generation_config=settings)
+                    answers = self.hybrid_answers(batch)
                 found += answers.tolist()
         self.model.train()
         return found
+
+    def hybrid_answers(self, batch: dict[str, Any]) -> Any:
+        """Greedy answers by the LLM and its cache: its `generate` takes no embeddings."""
+        embeddings, _, seen = self.embedded(batch)
+        given, tokens, cache = {"inputs_embeds": embeddings}, [], None
+        for _ in range(NEW_TOKENS):
+            made = self.llm(**given, attention_mask=seen, past_key_values=cache, use_cache=True)
+            cache = made.past_key_values
+            tokens.append(made.logits[:, -1:].argmax(-1))
+            given, seen = {"input_ids": tokens[-1]}, torch.nn.functional.pad(seen, (0, 1), value=True)
+        return torch.cat(tokens, dim=1)
 
     def prompts(self, numbers: Sequence[int]) -> dict[str, Any]:
         """The batch of these documents up to what is trained."""
