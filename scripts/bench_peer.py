@@ -70,7 +70,7 @@ def served(side: str, folder: Path, way: str) -> dict[str, Any]:
 
 
 class Way(NamedTuple):
-    """What was measured of a way. seconds, audio_seconds, tokens: of each stretch. matrix: FLOP/s."""
+    """A way's measurements. seconds, audio_seconds, tokens: of each stretch. matrix: FLOP/s."""
 
     tokens: np.ndarray
     audio_seconds: np.ndarray

@@ -24,7 +24,7 @@ MATRIX = 2048
 
 
 class Timed(NamedTuple):
-    """What a call returned, and how long it took: by the clock, and of the process's CPU time."""
+    """A call's result, and how long it took: by the clock, and of the process's CPU time."""
 
     result: Any
     seconds: float
@@ -72,7 +72,7 @@ class Process:
         return Timed(*json.loads(line))
 
     def ask(self, name: str, *arguments: Any) -> Any:
-        """What a call returns."""
+        """The result of a call."""
         return self.timed(name, *arguments).result
 
     def end(self) -> None:

@@ -1,4 +1,4 @@
-"""What the two sides of bench_peer.py share: the models, the documents, and the calls that a side offers."""
+"""The models, the documents, and the calls that the two sides of bench_peer.py offer."""
 
 import math
 from collections import defaultdict

@@ -219,7 +219,8 @@ def scan_case(case: str, context: int) -> tuple[Any, ...]:
     """(inputs in the layout's order, in document order; ids, positions, splits; the orders; real tokens)."""
     rows = [packed(*row, context) for row in CASES[case]]
     ids, positions, splits = (
-        np.concatenate([getattr(row, name) for row in rows]) for name in ("segment_ids", "positions", "splits")
+        np.concatenate([getattr(row, name) for row in rows])
+        for name in ("segment_ids", "positions", "splits")
     )
     layout, rng = ContextLayout("whole", context), np.random.default_rng(0)
     orders = [layout.permutation(*row) for row in zip(ids, splits, strict=True)]
@@ -235,7 +236,9 @@ def test_the_kernels_scan_split_documents_as_one_device_does(case: str):
     backs = [np.argsort(order) for order in orders]
 
     def by(order: Any, tree: Any) -> Any:
-        return jax.tree.map(lambda a: np.stack([x[n] for x, n in zip(np.asarray(a), order, strict=True)]), tree)
+        return jax.tree.map(
+            lambda a: np.stack([x[n] for x, n in zip(np.asarray(a), order, strict=True)]), tree
+        )
 
     real = by(backs, ids) > 0
     drawn[-1] *= real[..., None, None]

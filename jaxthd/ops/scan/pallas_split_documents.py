@@ -30,7 +30,7 @@ from jaxthd.packing.segments import Segments
 
 
 class ScanArrays(NamedTuple):
-    """What the kernels scan, of whole scan chunks; or its gradients. la: the logarithm of the decays."""
+    """The kernels' inputs, of whole scan chunks; or their gradients. la: the logarithm of the decays."""
 
     x: Float[Array, "N H P"]
     dt: Float[Array, "H N"]

@@ -104,8 +104,8 @@ def put(x_N: Array, at_EW: Int32[Array, "E W"], more_EW: Array) -> Array:
 
 
 class Ends(NamedTuple):
-    """What a scan knows of the tokens at both ends of context chunks: of Edges.tail (x, dt, B and `to_end`)
-    and of Edges.head (C and `from_start`); 0 where there are none.
+    """The scan's inputs at both ends of context chunks: at the tokens Edges.tail (x, dt, B and `to_end`) and
+    Edges.head (C and `from_start`); 0 where there are none.
 
     to_end, from_start: the logarithm of the decay, dt a, of these tokens. before: the state before the last
     scan chunk, as scanned from zero. of_scan_chunks: the logarithm of the decay over each scan chunk.
@@ -165,7 +165,7 @@ def _maps(ends: Ends, edges: Edges) -> DecayMap:
 
 
 def _head_outputs(entering_EHSP: Array, ends: Ends) -> Array:
-    """What entering states add to the outputs of the tokens Edges.head, [E, W, H, P]."""
+    """Additions of entering states to the outputs of the tokens Edges.head, [E, W, H, P]."""
     (chunks, tokens, groups, _), (_, heads, state, p) = ends.c.shape, entering_EHSP.shape
     entering_EGhSP = entering_EHSP.reshape(chunks, groups, -1, state, p).astype(ends.c.dtype)
     acc = accumulation_dtype(ends.c)
@@ -180,16 +180,16 @@ def since_start(ends: Ends) -> Float[Array, "E W H"]:
 
 
 def through_head(ends: Ends, edges: Edges) -> Float[Array, "E H"]:
-    """What is left of an entering state after a context chunk's first scan chunk; 0 where it ends there."""
+    """The decay of an entering state over a context chunk's first scan chunk; 0 where it ends there."""
     return jnp.where(edges.goes_on, jnp.exp(ends.from_start.sum(1)), 0)
 
 
 def through_scan_chunks(
     of_scan_chunks: Float[Array, "C H"], edges: Edges, *, after: bool = False
 ) -> Float[Array, "C H"]:
-    """What is left of a context chunk's state before each scan chunk that it reaches into, of the state after
-    its first one; 0 in other scan chunks. after: what is left before its last one, of the state after each
-    scan chunk that it reaches beyond.
+    """The decay from the end of a context chunk's first scan chunk to before each scan chunk that it reaches
+    into; 0 in other scan chunks. after: the decay from the end of each scan chunk that it reaches beyond to
+    before its last one.
 
     of_scan_chunks: see Ends.
     """
