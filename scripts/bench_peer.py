@@ -133,25 +133,23 @@ def show_parts(title: str, ways: dict[str, Process]) -> None:
     show(f"{title}: ms for 1,000 tokens, by part", "|".join(["part", *ways]), rows)
 
 
-def compare_around(title: str, ways: dict[str, Process]) -> float:
-    """Prints the loaders' speed and that of answers. Returns the share of answers' tokens that are equal."""
+def compare_around(title: str, ways: dict[str, Process]) -> None:
+    """Prints the loaders' speed and that of answers."""
     from scripts.benchmark import show
 
     loads: list[list[str]] = []
     times: dict[str, list[float]] = {}
-    answers: list[list[list[int]]] = []
     for name, process in ways.items():
         process.ask("load")
         loaded = process.timed("load")
         loads.append([name, f"{loaded.result / loaded.cpu_seconds:,.0f}"])
-        answers.append(process.ask("answers"))
+        process.ask("answers")
     for _ in range(3):
         for name, process in ways.items():
             times.setdefault(name, []).append(process.timed("answers").seconds)
     show(f"{title}: the loader alone, from the manifest to features", "way|items/s of CPU", loads)
     rows = [[name, f"{ANSWERED * NEW_TOKENS / float(np.median(x)):,.0f}"] for name, x in times.items()]
     show(f"{title}: greedy answers", "way|tokens/s", rows)
-    return float(np.mean(np.array(answers[0]) == np.array(answers[1])))
 
 
 def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) -> list[Any]:
@@ -175,7 +173,11 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
         ours = {"defaults": "", **({"tuned": options.tuned} if options.tuned else {})}
         ways = {f"jaxthd {n}": begin(folder, sys.executable, "jaxthd", way) for n, way in ours.items()}
         ways |= {f"peer {way}": begin(folder, options.python_reference, "peer", way) for way in peers}
-        checks = [ways[name].ask("checked") for name in ("jaxthd defaults", f"peer {peers[0]}")]
+        checked = [ways[name] for name in ("jaxthd defaults", f"peer {peers[0]}")]
+        # First of all: training changes the peer's weights and its BatchNorm's statistics.
+        answers = [np.array(process.ask("answers")) for process in checked]
+        same = float(np.mean(answers[0] == answers[1]))
+        checks = [process.ask("checked") for process in checked]
         apart = float(np.abs(np.array(checks[0]) / np.array(checks[1]) - 1).max())
         found = measured(ways, options.rounds)
         columns = "way|tokens/s|s of audio/s|peak, MiB|MFLOP a token|done|of matrix rate"
@@ -184,7 +186,7 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
         best = max((n for n in found if n.startswith("peer")), key=lambda n: found[n].rate)
         print(f"fastest way of the peer: {found[best].rate:,.0f} tokens/s, {best}", flush=True)
         both = {name: ways[name] for name in ("jaxthd defaults", best)}
-        same = compare_around(title, both)
+        compare_around(title, both)
         show_parts(title, both)
         for process in ways.values():
             process.end()

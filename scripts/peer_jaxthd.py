@@ -168,9 +168,8 @@ def _operations(data: Any, instructions: Mapping[str, Any]) -> Iterator[tuple[fl
 
 def _shared(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
     """Time of each name; operations that run at the same time share it."""
-    points = sorted(
-        (t, n, begins) for n, (a, b, _) in enumerate(spans) for t, begins in ((a, True), (b, False))
-    )
+    long = [(n, a, b) for n, (a, b, _) in enumerate(spans) if a < b]
+    points = sorted(point for n, a, b in long for point in ((a, True, n), (b, False, n)))
     running: set[int] = set()
     found: dict[str, float] = defaultdict(float)
     last = 0.0

@@ -5,7 +5,7 @@ import logging
 import math
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -253,10 +253,8 @@ class Peer:
                 part_of_sequence[event.sequence_nr] = part
         milliseconds: dict[str, float] = defaultdict(float)
         for event in events:
-            inside = _enclosing_part(event)
-            part = inside or part_of_sequence.get(event.sequence_nr, "other")
-            if not event.name.startswith("part: "):
-                milliseconds[part] += event.self_cpu_time_total / 1e3
+            part = _enclosing_part(event) or _part_of_forward(event, part_of_sequence)
+            milliseconds[part] += event.self_cpu_time_total / 1e3
         return thousand_tokens(milliseconds, tokens)
 
     @contextmanager
@@ -395,6 +393,15 @@ def peer_part(name: str, kind: str) -> str:
         kinds = {"Mamba2": "Mamba2", "Attention": "attention", "MLP": "MLP"}
         return next(part for word, part in kinds.items() if word in kind)
     return "decoder" if kind in ("Qwen3Model", "NemotronHModel") else ""
+
+
+def _part_of_forward(event: Any, part_of_sequence: Mapping[int, str]) -> str:
+    """The part of the forward operation whose gradient an event belongs to; "other" for none."""
+    while event is not None:
+        if event.sequence_nr in part_of_sequence:
+            return part_of_sequence[event.sequence_nr]
+        event = event.cpu_parent
+    return "other"
 
 
 def _enclosing_part(event: Any) -> str:
