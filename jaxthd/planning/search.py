@@ -25,8 +25,9 @@ SIZES = ("capacity", "max_documents", "audio_capacity")
 """Settings of data that are derived where they are not given."""
 TOLERANCE = 0.005
 """Extra overhead accepted for a smaller maximum of documents, or for fewer open buffers."""
-CAPACITY_TOLERANCE = 0.02
-"""Extra overhead accepted for the configured capacity, or for a smaller one."""
+CAPACITY_TOLERANCE = 0.05
+"""Extra overhead accepted for the configured capacity, or for a smaller one. Twice the slots need twice the
+memory, and on CPUs a step of over 2 GiB pays for new pages (docs/decisions/host_memory.md)."""
 
 
 class Plan(NamedTuple):
