@@ -41,6 +41,11 @@ class Piece(NamedTuple):
     owned: int | None = None
 
 
+def units_taken(frames: int, outputs: int, unit: tuple[int, int]) -> int:
+    """Whole units of the audio arrays with so many frames and outputs. unit: (frames, outputs) of one."""
+    return max(-(-frames // unit[0]), -(-outputs // unit[1]))
+
+
 @dataclass(frozen=True, kw_only=True)
 class FrontEnd:
     """Settings of a front end, and answers about them.
@@ -80,7 +85,7 @@ class FrontEnd:
     @property
     def unit(self) -> tuple[int, int]:
         """(frames, outputs) of a unit: a piece takes whole units of the audio arrays, whose frames make these
-        outputs."""
+        outputs; as many as its frames need, and its audio tokens."""
         return 1, 1
 
     @property
@@ -156,7 +161,7 @@ class FrontEnd:
 
     def taken(self, pieces: Iterable[Any]) -> int:
         """Frames of the audio arrays that pieces take. pieces: packing.document.AudioPiece."""
-        return sum(self.units(len(piece.features)) for piece in pieces) * self.unit[0]
+        return sum(piece.units(self.unit) for piece in pieces) * self.unit[0]
 
     @property
     def longest_taken(self) -> int:

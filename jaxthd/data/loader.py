@@ -62,11 +62,12 @@ class BatchReport(NamedTuple):
 
     rows: a report of each of its rows, in the order of their numbers.
     keys: for every row read in this process, its documents' keys: keys[row][d - 1] names document d
-        (Batch.documents).
+        (Batch.documents). seconds: of these documents' audio.
     """
 
     rows: tuple[RowReport, ...]
     keys: tuple[tuple[str, ...], ...]
+    seconds: tuple[tuple[float, ...], ...] = ()
 
     @property
     def documents(self) -> int:
@@ -215,7 +216,8 @@ class _Batches(Iterator[BatchAndReport]):
         batch = concatenate_rows([row.batch for row in packed])
         room = self._pack.capacity, self._pack.limits.seconds
         reports = (RowReport.of(n, row.report, *room) for n, row in zip(self._own, packed, strict=True))
-        return batch, BatchReport(tuple(reports), tuple(row.report.keys for row in packed))
+        keys, seconds = (tuple(getattr(x.report, name) for x in packed) for name in ("keys", "seconds"))
+        return batch, BatchReport(tuple(reports), keys, seconds)
 
     def get_state(self) -> dict[str, Any]:
         """The states of all rows' streams (None: another process reads the row), and the latest epochs."""

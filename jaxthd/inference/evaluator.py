@@ -10,14 +10,12 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
-from jaxthd.config import FrontEnd
-from jaxthd.data.loader import BatchAndReport
+from jaxthd.data.loader import BatchAndReport, BatchReport
 from jaxthd.data.text.prompt import answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.layout import ContextLayout
-from jaxthd.packing.pack import audio_seconds
 from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.parallel.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.parallel.processes import exchange
@@ -87,7 +85,7 @@ class Evaluator:
             documents += report.documents
             audio_seconds += report.audio_seconds
             if tokens.size:
-                texts = self._texts(batch, report.keys, ends, answers, tokens)
+                texts = self._texts(report, ends, answers, tokens)
                 decoded += [(number, *rest) for rest in texts]
         nll, correct, count = sums
         if not count:
@@ -101,23 +99,20 @@ class Evaluator:
 
     def _texts(
         self,
-        batch: Batch,
-        keys: Sequence[Sequence[str]],
+        report: BatchReport,
         ends: PromptEnds,
         answers: Sequence[Sequence[int]],
         tokens: np.ndarray,
     ) -> Iterator[tuple[int, int, str, str, str, float, bool]]:
         """Yields (row, document's number in it, *fields of its Hypothesis) for each document with an answer.
 
-        keys: by row of this process, then by document. answers, tokens: token ids of references and
-        hypotheses, [rows * documents, ...].
+        answers, tokens: token ids of references and hypotheses, [rows * documents, ...].
         """
         documents = ends.last.shape[1]
         tokens_RDm = tokens.reshape(len(tokens) // documents, documents, tokens.shape[1])
         rows = local_rows(self._mesh, len(tokens_RDm))
-        for own, keys_of_row in enumerate(keys):
-            seconds = seconds_of_documents(batch, own, self._config.model.encoder)
-            for number, key in enumerate(keys_of_row):
+        for own, (keys, seconds) in enumerate(zip(report.keys, report.seconds, strict=True)):
+            for number, key in enumerate(keys):
                 if ends.last[own, number] >= 0:
                     ids, ended = answer_of(tokens_RDm[rows[own], number].tolist(), self._stop_ids)
                     reference = self._tokenizer.decode(answers[own * documents + number])
@@ -136,13 +131,6 @@ class Evaluator:
         start = time.perf_counter()
         found = jax.tree.map(np.asarray, self._compiled(*arguments()))
         return found, time.perf_counter() - start
-
-
-def seconds_of_documents(batch: Batch, row: int, front_end: FrontEnd | None) -> list[float]:
-    """Seconds of audio of each document in a row of a host batch."""
-    if not batch.has_audio or front_end is None:
-        return [0.0] * int(batch.segment_ids[row].max())
-    return audio_seconds(batch, row, front_end).tolist()
 
 
 def word_error_rate(hypotheses: Sequence[Hypothesis], normaliser: Normaliser = "basic") -> float:

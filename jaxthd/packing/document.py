@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
-from jaxthd.config.front_end import Piece
+from jaxthd.config.front_end import Piece, units_taken
 
 
 class AudioPiece(NamedTuple):
@@ -41,6 +41,10 @@ class AudioPiece(NamedTuple):
     def own_frames(self) -> int:
         """Frames of the recording that no other piece owns."""
         return len(self.features) if self.owned is None else self.owned
+
+    def units(self, unit: tuple[int, int]) -> int:
+        """Units of the audio arrays that it takes. unit: the front end's (frames, outputs)."""
+        return units_taken(len(self.features), self.first + self.tokens, unit)
 
     def owned_features(self, unit: tuple[int, int]) -> Float32[np.ndarray, "F W"]:
         """The frames that no other piece owns. unit: the front end's (frames, outputs)."""

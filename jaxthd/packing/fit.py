@@ -109,7 +109,7 @@ class BufferLimits:
 
     def piece_frames(self, document: Document) -> tuple[int, ...]:
         """Frames of the audio arrays that each piece of a document takes."""
-        return tuple(-(-len(piece.features) // self.unit[0]) * self.unit[0] for piece in document.pieces)
+        return tuple(piece.units(self.unit) * self.unit[0] for piece in document.pieces)
 
     def slots(self, document: Document) -> int:
         """Token slots that a document takes: each of its segments is rounded up."""

@@ -10,7 +10,7 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Bool, Float32, Float64, Int, Int32, Shaped
+from jaxtyping import Bool, Float32, Int, Int32, Shaped
 
 from jaxthd.config import FrontEnd
 from jaxthd.errors import UserError
@@ -27,17 +27,21 @@ class PackReport:
 
     keys: the documents' keys, in buffer order: keys[d - 1] names document d (Batch.documents).
     real_tokens: token slots that are not padding. supervised_tokens: positions with weight 1.
-    audio_seconds: of the frames of its audio tokens. imbalance: attention work of the busiest context rank /
-    mean.
+    seconds: of each document's audio. imbalance: attention work of the busiest context rank / mean.
     segments: number of segments; without answers, that of the documents.
     """
 
     keys: tuple[str, ...]
     real_tokens: int
     supervised_tokens: int
-    audio_seconds: float
+    seconds: tuple[float, ...]
     imbalance: float
     segments: int
+
+    @property
+    def audio_seconds(self) -> float:
+        """Seconds of all audio."""
+        return sum(self.seconds)
 
 
 class _Placed(NamedTuple):
@@ -158,19 +162,22 @@ def pack_row(
         splits=None if splits is None else splits[None],
     )
     work = attention_work(_keys_before(row)[perm], row.segment_ids[perm], context)
-    owned = sum(piece.own_frames for document in documents for piece in document.pieces)
-    seconds = front_end.seconds(owned) if front_end else 0.0
+    of_frames = front_end.seconds if front_end else float
+    seconds = tuple(of_frames(sum(piece.own_frames for piece in d.pieces)) for d in documents)
     return batch, _report(documents, row, seconds, work)
 
 
 def _report(
-    documents: Sequence[Document], row: TokenArrays, seconds: float, work: Int[np.ndarray, " context"]
+    documents: Sequence[Document],
+    row: TokenArrays,
+    seconds: tuple[float, ...],
+    work: Int[np.ndarray, " context"],
 ) -> PackReport:
     return PackReport(
         keys=tuple(d.key for d in documents),
         real_tokens=int((row.segment_ids > 0).sum()),
         supervised_tokens=int(row.weights.sum()),
-        audio_seconds=seconds,
+        seconds=seconds,
         imbalance=imbalance(work),
         segments=int(row.segment_ids.max(initial=0)),
     )
@@ -288,7 +295,7 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
                 )
             features[first : first + len(x)] = x
             frame_mask[first : first + len(x)] = True
-            count = -(-len(x) // per_unit) * outputs
+            count = piece.units(limits.unit) * outputs
             at = first // per_unit * outputs + np.arange(count, dtype=np.int32)
             piece_ids[at], piece_positions[at] = number.get(first, 0), np.arange(count)
             recording_ids[at] = recording
@@ -298,24 +305,6 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
         audio_slots[segment.start : segment.end] = slots_of_tokens[segment.document - 1][segment.indices]
     in_order = recording_ids if front_end.divisible == "recordings" else None
     return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, in_order)
-
-
-def audio_seconds(batch: Batch, row: int, front_end: FrontEnd) -> Float64[np.ndarray, " segments"]:
-    """Seconds of audio of each segment in a row of a host batch, by the valid frames of its audio tokens."""
-    ids, (frames_E, _) = batch.segment_ids[row], _frames_of_outputs(batch, row, front_end)
-    is_audio, count = batch.audio_slots[row] >= 0, ids.max(initial=0) + 1
-    of_segments = np.bincount(ids[is_audio], frames_E[batch.audio_slots[row][is_audio]], minlength=count)
-    return np.array([front_end.seconds(frames) for frames in of_segments[1:]])
-
-
-def _frames_of_outputs(
-    batch: Batch, row: int, front_end: FrontEnd
-) -> tuple[Float64[np.ndarray, " E"], Float64[np.ndarray, " tokens"]]:
-    """Valid frames of each output of a row, and those of the outputs that are audio tokens."""
-    frames, outputs = front_end.unit
-    frames_E = np.repeat(batch.frame_mask[row].reshape(-1, frames).sum(-1) / outputs, outputs)
-    slots = batch.audio_slots[row]
-    return frames_E, frames_E[np.unique(slots[slots >= 0])]
 
 
 def laid_out(row: TokenArrays, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:

@@ -10,7 +10,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxthd.config import AugmentConfig, Config, DataConfig
-from jaxthd.config.front_end import SAMPLE_RATE
+from jaxthd.config.front_end import SAMPLE_RATE, units_taken
 from jaxthd.data.audio.augment import drawn_speed
 from jaxthd.data.audio.recordings import MIN_SAMPLES, AudioError, recording_length
 from jaxthd.data.example import Clip, Example, Samples
@@ -103,7 +103,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     encoder, share_prompts = config.model.encoder, config.posttraining.share_prompts
     objective = make_objective(config.train.objective, config.train.objective_options)
     augment = AugmentConfig() if objective.is_policy else config.data.augment
-    unit = encoder.unit[0] if encoder else 1
+    unit = encoder.unit if encoder else (1, 1)
     clips = [clip for example in examples for clip in example.clips]
     with ThreadPoolExecutor(16) as threads:
         samples = iter(list(threads.map(clip_samples, clips)))
@@ -120,7 +120,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
             continue
         for heard in dict.fromkeys((_played(example, found, augment, config.data.seed), tuple(found))):
             pieces = list(chain(*(encoder.pieces(n) for n in heard))) if encoder else []
-            frames = [-(-piece.frames // unit) * unit for piece in pieces]
+            frames = [units_taken(x.frames, x.first + x.tokens, unit) * unit[0] for x in pieces]
             of_audio = sum(piece.tokens for piece in pieces)
             segments = segment_lengths(prompt - len(found) + of_audio, answers, share_prompts)
             if _fits(segments, sum(frames), config):

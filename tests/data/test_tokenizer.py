@@ -1,5 +1,6 @@
 import json
 import pickle
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,16 @@ import pytest
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from jaxthd.config import Config, DataConfig, TrainConfig
 from jaxthd.data.text.special_tokens import read_special_tokens
-from jaxthd.data.text.tokenizer import ByteTokenizer, FileTokenizer, TextStream, Tokenizer, load_tokenizer
+from jaxthd.data.text.tokenizer import (
+    ByteTokenizer,
+    FileTokenizer,
+    TextStream,
+    Tokenizer,
+    load_tokenizer,
+    needed_vocabulary,
+)
 from jaxthd.errors import UserError
 
 TEXTS = ["", "one seven two", "  spaces\n\tand lines ", "naïve — 日本語 🎙", "\x00\x7f"]
@@ -85,17 +94,27 @@ def test_an_absent_placeholder_takes_an_extra_id_past_gaps(tmp_path):
     tokenizer = FileTokenizer(write(tmp_path / "t.json", "<s>", "</s>", "<pad>", gap=1000))
     assert tokenizer.audio_id == 1000 + 256 + 1
     assert tokenizer.vocab_size == tokenizer.audio_id + 1
+    assert tokenizer.text_vocab_size == tokenizer.audio_id
     assert tokenizer.decode(tokenizer.encode("<audio>")) == "<audio>"  # plain text here, not the placeholder
 
 
 def test_a_placeholder_of_the_file_is_used_and_refused_in_text(tmp_path):
     tokenizer = FileTokenizer(write(tmp_path / "t.json", "<s>", "</s>", "<pad>", "<so_embedding>"))
     assert tokenizer.vocab_size == 256 + 1 + 4
-    assert tokenizer.audio_id == tokenizer.vocab_size - 1
+    assert tokenizer.audio_id == tokenizer.vocab_size - 1 == tokenizer.text_vocab_size
     with pytest.raises(ValueError, match="holds the special token <so_embedding>"):
         tokenizer.encode("say <so_embedding> aloud")
     with pytest.raises(ValueError, match="holds the special token </s>"):
         tokenizer.encode("the end </s> is not the end")
+
+
+def test_a_placeholder_needs_a_row_of_the_embedding_only_where_it_is_looked_up(tmp_path):
+    file = write(tmp_path / "t.json", "<s>", "</s>", "<pad>", "<audio>")
+    config = Config(data=DataConfig(tokenizer=str(file)))
+    assert needed_vocabulary(config) == 256 + 1 + 3
+    assert needed_vocabulary(replace(config, train=TrainConfig(ctc_loss=0.1))) == 256 + 1 + 4
+    inside = write(tmp_path / "t.json", "<s>", "<audio>", "</s>")
+    assert needed_vocabulary(replace(config, data=DataConfig(tokenizer=str(inside)))) == 256 + 1 + 3
 
 
 def test_no_special_token_of_the_file_is_made_of_text_but_of_marks(tmp_path):

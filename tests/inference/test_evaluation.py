@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxthd.config import DataConfig
-from jaxthd.inference.evaluator import Hypothesis, seconds_of_documents, word_error_rate
+from jaxthd.inference.evaluator import Hypothesis, word_error_rate
 from jaxthd.inference.validation import validation_metrics
 from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.document import Document
@@ -63,15 +63,15 @@ def test_a_documents_seconds_are_those_of_its_frames(ranks: int):
     rng = np.random.default_rng(0)
     specs = [Spec(3, (40, 17)), Spec(5), Spec(2, (70,)), Spec(1, (1,)), Spec(4)]
     documents: list[Document] = [document(str(n), spec, rng) for n, spec in enumerate(specs)]
-    front_end = FastConformer(num_mels=MELS)
-    batch, report = pack_row(
+    _, report = pack_row(
         documents,
         capacity=64,
         audio_capacity=256,
-        front_end=front_end,
+        front_end=FastConformer(num_mels=MELS),
         max_documents=8,
         context=ranks,
         audio_ranks=ranks,
     )
     want = [sum(specs[int(key)].clips) / 100 for key in report.keys]
-    assert seconds_of_documents(batch, 0, front_end) == pytest.approx(want)
+    assert report.seconds == pytest.approx(want)
+    assert report.audio_seconds == pytest.approx(sum(want))

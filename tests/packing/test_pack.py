@@ -215,7 +215,7 @@ def test_rows_without_documents_or_without_audio():
     batch, report = pack_row([], **SIZES, context=2, audio_ranks=4)
     assert not any(x.any() for name, x in arrays(batch).items() if name != "audio_slots")
     assert (batch.audio_slots == -1).all()
-    assert report == PackReport((), 0, 0, 0.0, 1.0, 0)
+    assert report == PackReport((), 0, 0, (), 1.0, 0)
     with pytest.raises(ValueError, match="has no token"):
         Document.splice("empty", [], [], [], AUDIO)
     text = Document.splice("text", [1, 2, 3], [False, True, True], [], AUDIO)

@@ -22,8 +22,8 @@ class Tokenizer(Protocol):
     which may be special tokens. decode skips ids that stand for no text.
     Segment ids mark padding and the document's mask marks supervision. pad_id decides neither and may equal
     eos_id. eos_ids: all ids that end a text, eos_id first. recording: the ids written for a recording:
-    audio_id once, and the checkpoint's tokens around it. vocab_size: rows that a speech model's embedding
-    needs; text_vocab_size: rows for a text-only model, which never sees audio_id.
+    audio_id once, and the checkpoint's tokens around it. vocab_size: rows for all ids; text_vocab_size: rows
+    for a model that never looks audio_id up, which may lie past them.
     """
 
     pad_id: int
@@ -120,7 +120,8 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.post_processor = None  # otherwise offsets skip spaces; either way no token is added
         # Ids may have gaps, so the number of tokens may be too small.
-        file_size = max(self._tokenizer.get_vocab().values()) + 1
+        ids = set(self._tokenizer.get_vocab().values())
+        file_size = max(ids) + 1
         stated = self.special
         (self.bos_id,) = self._required("start-of-text", _BOS, self._stated("bos_token", stated.bos_id)[:1])
         self.eos_ids = tuple(self._required("end-of-text", _EOS, self._stated("eos_token", *stated.eos_ids)))
@@ -139,7 +140,7 @@ class FileTokenizer:
         """The text that encode_marks turns into audio_id; None if the file has no such token."""
         self.recording = self._recording()
         self.vocab_size = max(file_size, self.audio_id + 1)
-        self.text_vocab_size = file_size
+        self.text_vocab_size = max(ids - {self.audio_id}) + 1
         for name, ids in (
             ("bos_token_id", [self.bos_id]),
             ("eos_token_id", self.eos_ids),
@@ -234,9 +235,14 @@ def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
 
 
 def needed_vocabulary(config: Config) -> int:
-    """Rows that the model's embedding needs for data.tokenizer. Raises as load_tokenizer does."""
-    tokenizer = load_tokenizer(config.data.tokenizer)
-    return tokenizer.vocab_size if config.model.encoder else tokenizer.text_vocab_size
+    """Rows that the model's embedding needs for data.tokenizer. Raises as load_tokenizer does.
+
+    A recording's vectors replace the embedding of its placeholder. So the placeholder needs a row only where
+    they are added to it, and for the CTC loss, whose blank it is.
+    """
+    tokenizer, encoder = load_tokenizer(config.data.tokenizer), config.model.encoder
+    needs_placeholder = encoder is not None and (encoder.adds or config.train.ctc_loss > 0)
+    return tokenizer.vocab_size if needs_placeholder else tokenizer.text_vocab_size
 
 
 class TextStream:
