@@ -17,6 +17,7 @@ from jax import Array
 
 from jaxthd.config.front_end import FrontEnd, Piece
 from jaxthd.config.values import DERIVED
+from jaxthd.models.front_ends.contract import Recordings
 from jaxthd.models.layers import Linear
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, applied
@@ -33,6 +34,7 @@ class Carried(FrontEnd):
 
     title = "carried"
     divisible = "recordings"
+    reads_recordings = True
     adds = True
     frame_samples: ClassVar[int] = 160
     kind: Annotated[Literal["carried"], DERIVED] = "carried"
@@ -81,10 +83,10 @@ class CarriedEncoder(nnx.Module):
         mask_A: Array,
         pieces: Segments,
         *,
-        recording_ids: Array | None,
+        recordings: Recordings | None,
         **where: Any,
     ) -> tuple[Array, dict[str, Any]]:
-        assert recording_ids is not None
+        assert recordings is not None
         x_EW = jnp.where(mask_A[:, None], features_AW, 0)
         window_EF = jnp.concatenate([_moved(x_EW, by, pieces.ids) for by in range(-LEFT, RIGHT + 1)], axis=1)
         x_ED = jnp.tanh(applied(self.conv, window_EF, keeps_gathered=True))
@@ -97,7 +99,7 @@ class CarriedEncoder(nnx.Module):
             state_D = jnp.where(number > 0, KEPT * begun_D + more_D, state_D)
             return (state_D, jnp.where(number > 0, number, before)), state_D
 
-        by_row = added_ED.reshape(pieces.rows, -1, added_ED.shape[1]), recording_ids
+        by_row = added_ED.reshape(pieces.rows, -1, added_ED.shape[1]), recordings.ids
         zero = jnp.zeros(added_ED.shape[1], added_ED.dtype), jnp.int32(0)
         states_RED = jax.vmap(lambda *row: jax.lax.scan(step, zero, row)[1])(*by_row)
         y_ED = applied(self.out, x_ED + jnp.tanh(states_RED.reshape(x_ED.shape)), keeps_gathered=True)

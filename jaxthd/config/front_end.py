@@ -30,7 +30,7 @@ class Piece(NamedTuple):
     run. frames: their number; frames that other pieces own may be read too. first, tokens: which of the
     outputs of these frames are audio tokens, `tokens` of them from the one with number `first` on.
     owned: how many of the frames no other piece owns, so that those of all pieces are the recording; None:
-    all of them.
+    all of them. padding: how many of the frames are zeros behind the recording's last.
     """
 
     run: int
@@ -39,6 +39,7 @@ class Piece(NamedTuple):
     first: int
     tokens: int
     owned: int | None = None
+    padding: int = 0
 
 
 def units_taken(frames: int, outputs: int, unit: tuple[int, int]) -> int:
@@ -56,7 +57,7 @@ class FrontEnd:
         room for one more. "recordings": so do all pieces of a recording, in order; every rank has room for
         all audio.
     adds: whether its vectors are added to the embeddings of the tokens at the audio slots, or replace them.
-    has_bands: whether the numbers of a frame are bands of a spectrum, which data.spec_augment masks.
+    reads_recordings: whether its module is told the recordings of the outputs.
     frame_samples: samples from one frame to the next.
     module: the module's class as "package.file:Class", where `build` is not given. It is imported when it is
         built, since settings are imported without jax.
@@ -68,7 +69,7 @@ class FrontEnd:
     title: ClassVar[str]
     divisible: ClassVar[Literal["frames", "pieces", "recordings"]] = "pieces"
     adds: ClassVar[bool] = False
-    has_bands: ClassVar[bool] = False
+    reads_recordings: ClassVar[bool] = False
     frame_samples: ClassVar[int] = 160
     module: ClassVar[str] = ""
     longest_setting: ClassVar[str] = ""
@@ -81,6 +82,17 @@ class FrontEnd:
     def width(self) -> int:
         """W, the numbers of a frame."""
         raise NotImplementedError
+
+    @property
+    def bands(self) -> int:
+        """How many of a frame's numbers, from the first on, are bands of a spectrum, 0 on average, which
+        data.spec_augment masks."""
+        return 0
+
+    @property
+    def float32(self) -> bool:
+        """Whether its module and the adapter compute in float32 where compute.dtype is narrower."""
+        return False
 
     @property
     def unit(self) -> tuple[int, int]:

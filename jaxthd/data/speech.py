@@ -143,6 +143,5 @@ class SpeechDocuments:
         assert front_end is not None
         runs = front_end.features(samples, dither)
         if masks is not None and (self._spec_augment.freq[0] or self._spec_augment.time[0]):
-            of_bands = {} if front_end.has_bands else {"freq": (0, 0)}
-            runs = spec_augment(runs, replace(self._spec_augment, **of_bands), masks)
+            runs = spec_augment(runs, self._spec_augment, masks, front_end.bands)
         return audio_pieces(front_end.pieces(len(samples)), runs)

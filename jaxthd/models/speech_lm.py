@@ -8,6 +8,7 @@ M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio 
 K depths of multi-token prediction that the batch has data for.
 """
 
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Bool, Float, Int32
 from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
 from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
+from jaxthd.models.front_ends.contract import Recordings
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.mtp import MultiTokenPrediction
@@ -119,6 +121,7 @@ class SpeechLM(nnx.Module):
         everyone = decoder.with_fsdp(tuple(dict.fromkeys((*decoder_fsdp, PIPELINE))))
         self.mtp = MultiTokenPrediction(config.llm, everyone, compute) if config.llm.mtp_modules else None
         self.config, self.compute = config, compute
+        self.encoder_is_float32 = config.encoder is not None and config.encoder.float32
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
         ranks = ranks_of(init.mesh, (PIPELINE, TENSOR))
         if config.llm.vocab_size % ranks:
@@ -368,17 +371,23 @@ class SpeechLM(nnx.Module):
         chunks: Segments = make_segments(
             batch.piece_ids, batch.piece_positions, block=self.compute.blocks.attention, axis=None
         )
-        y_ED, buffers = self.encoder(
-            batch.features.reshape(rows * frames, width).astype(self.compute.dtype),
-            batch.frame_mask.reshape(-1),
-            chunks,
-            recording_ids=batch.recording_ids,
-            train=train,
-            axes=axes,
-            row_axes=AUDIO_AXES if axes else (),
-        )
-        y_ED = applied(self.adapter, y_ED, keeps_gathered=self.encoder.keeps_gathered)
-        y_RED = y_ED.reshape(rows, batch.piece_ids.shape[1], -1)
+        recordings, dtype, is_wide = None, self.compute.dtype, self.encoder_is_float32
+        if batch.recording_ids is not None and batch.recording_positions is not None:
+            recordings = Recordings(batch.recording_ids, batch.recording_positions)
+        with jax.default_matmul_precision("highest") if is_wide else nullcontext():
+            y_ED, buffers = self.encoder(
+                batch.features.reshape(rows * frames, width).astype(
+                    jnp.promote_types(jnp.float32, dtype) if is_wide else dtype
+                ),
+                batch.frame_mask.reshape(-1),
+                chunks,
+                recordings=recordings,
+                train=train,
+                axes=axes,
+                row_axes=AUDIO_AXES if axes else (),
+            )
+            y_ED = applied(self.adapter, y_ED, keeps_gathered=self.encoder.keeps_gathered)
+        y_RED = y_ED.astype(dtype).reshape(rows, batch.piece_ids.shape[1], -1)
         if axes:
             y_RED = jax.lax.all_gather(y_RED, AUDIO_AXES, axis=1, tiled=True)
         return y_RED, buffers

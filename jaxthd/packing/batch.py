@@ -52,6 +52,9 @@ class Batch(NamedTuple):
     splits: under the layout "whole" (packing/layout.py), the slots of a context chunk of each document that
         is split over the context ranks, 0 for none; all of these ranks hold it. None under other layouts, or
         if no document may be split.
+    recording_ids: 0 on unused outputs, else the recording's number in the row, from 1, in the order of its
+        slots. recording_positions: index of the output among the recording's audio tokens; -1 where it is
+        none, being unused, or another piece's. None for a front end that does not read them.
 
     A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
     segment holds the prompt without its last token, and each answer's segment begins with that token again,
@@ -79,6 +82,7 @@ class Batch(NamedTuple):
     draws: UInt32[Any, "R T"] | None = None
     splits: Int32[Any, "R C"] | None = None
     recording_ids: Int32[Any, "R E"] | None = None
+    recording_positions: Int32[Any, "R E"] | None = None
 
     @property
     def has_audio(self) -> bool:

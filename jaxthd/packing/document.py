@@ -28,7 +28,7 @@ class AudioPiece(NamedTuple):
 
     features: float32 [F, W]. first, tokens: which of the outputs of these frames are audio tokens, `tokens`
     of them from the one with number `first` on. begins: whether it is the first piece of its recording.
-    owned: Piece.owned.
+    owned, padding: as in Piece.
     """
 
     features: Float32[np.ndarray, "F W"]
@@ -36,11 +36,12 @@ class AudioPiece(NamedTuple):
     tokens: int
     begins: bool = True
     owned: int | None = None
+    padding: int = 0
 
     @property
     def own_frames(self) -> int:
         """Frames of the recording that no other piece owns."""
-        return len(self.features) if self.owned is None else self.owned
+        return len(self.features) - self.padding if self.owned is None else self.owned
 
     def units(self, unit: tuple[int, int]) -> int:
         """Units of the audio arrays that it takes. unit: the front end's (frames, outputs)."""
@@ -56,7 +57,9 @@ def audio_pieces(pieces: Sequence[Piece], runs: Sequence[Float32[np.ndarray, "_ 
     """The pieces of one recording. runs: its features. Both are a front end's. Raises ValueError where they
     disagree."""
     found = [
-        AudioPiece(runs[x.run][x.start : x.start + x.frames], x.first, x.tokens, not number, x.owned)
+        AudioPiece(
+            runs[x.run][x.start : x.start + x.frames], x.first, x.tokens, not number, x.owned, x.padding
+        )
         for number, x in enumerate(pieces)
     ]
     for made, x in zip(found, pieces, strict=True):

@@ -90,6 +90,7 @@ class _Audio(NamedTuple):
     piece_ids: Int32[np.ndarray, " E"]
     piece_positions: Int32[np.ndarray, " E"]
     recording_ids: Int32[np.ndarray, " E"] | None
+    recording_positions: Int32[np.ndarray, " E"] | None
 
 
 def pack_row(
@@ -277,34 +278,37 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
     audio_slots = np.full(limits.capacity, -1, np.int32)
     features, frame_mask = np.zeros((frames, width), np.float32), np.zeros(frames, bool)
     piece_ids, piece_positions, recording_ids = np.zeros((3, limits.array_outputs), np.int32)
+    recording_positions = np.full(limits.array_outputs, -1, np.int32)
     starts = limits.piece_starts(documents)
     pieces = [piece for document in documents for piece in document.pieces]
     begun = zip(chain(*starts), pieces, strict=True)
     rising = sorted(first for first, piece in begun if len(piece.features))
     number = {first: i for i, first in enumerate(rising, 1)}
     slots_of_tokens = [np.full(len(document), -1, np.int32) for document in documents]
-    recording = 0
+    recording = heard = 0
     for document, of_tokens, starts_of_document in zip(documents, slots_of_tokens, starts, strict=True):
         slots = [np.empty(0, np.int32)]
         for piece, first in zip(document.pieces, starts_of_document, strict=True):
-            x, recording = piece.features, recording + piece.begins
+            x, recording, heard = piece.features, recording + piece.begins, 0 if piece.begins else heard
             if x.shape[1] != width:
                 raise ValueError(
                     f"document {document.key!r} has audio frames of {x.shape[1]} numbers, expected {width}, "
                     f"as {front_end.title} has"
                 )
             features[first : first + len(x)] = x
-            frame_mask[first : first + len(x)] = True
+            frame_mask[first : first + len(x) - piece.padding] = True
             count = piece.units(limits.unit) * outputs
             at = first // per_unit * outputs + np.arange(count, dtype=np.int32)
             piece_ids[at], piece_positions[at] = number.get(first, 0), np.arange(count)
             recording_ids[at] = recording
             slots.append(at[piece.first : piece.first + piece.tokens])
+            recording_positions[slots[-1]] = heard + np.arange(piece.tokens)
+            heard += piece.tokens
         of_tokens[document.is_audio] = np.concatenate(slots)
     for segment in placed:
         audio_slots[segment.start : segment.end] = slots_of_tokens[segment.document - 1][segment.indices]
-    in_order = recording_ids if front_end.divisible == "recordings" else None
-    return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, in_order)
+    recordings = (recording_ids, recording_positions) if front_end.reads_recordings else (None, None)
+    return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, *recordings)
 
 
 def laid_out(row: TokenArrays, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:

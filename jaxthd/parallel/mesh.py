@@ -203,6 +203,7 @@ def batch_specs() -> Batch:
         draws=tokens,
         splits=PartitionSpec(DATA),
         recording_ids=audio,
+        recording_positions=audio,
     )
 
 

@@ -96,7 +96,9 @@ def abstract_batch(config: Config) -> Batch:
             "frame_mask": jax.ShapeDtypeStruct(frames, jnp.bool_),
             "piece_ids": ints(outputs),
             "piece_positions": ints(outputs),
-            "recording_ids": ints(outputs) if encoder.divisible == "recordings" else None,
+            **dict.fromkeys(
+                ("recording_ids", "recording_positions"), ints(outputs) if encoder.reads_recordings else None
+            ),
             "future_audio_slots": ints(future),
         }
     objective = objective_of(config)

@@ -81,14 +81,17 @@ class Blueprint:
     def used_dtypes(self) -> Tree:
         """For every parameter the dtype in which the model uses it: the compute dtype for weight matrices,
         the parameter's own for all others (norms, biases, Mamba2's numbers for each head) and for routers.
-        DoRA's magnitudes are relative to matrices in their own dtype.
+        DoRA's magnitudes are relative to matrices in their own dtype. A front end may be float32.
         """
+        encoder = self.config.model.encoder
+        wide = ("encoder", "adapter") if encoder is not None and encoder.float32 else ()
         params, dtype = nnx.state(self.model, nnx.Param), jnp.dtype(self.config.compute.dtype)
 
         def used(path: tuple[Any, ...], is_matrix: bool, x: Any) -> Any:
             """The dtype in which a parameter is used: the compute dtype for matrices but routers."""
-            is_router = any(getattr(key, "key", None) == "router" for key in path)
-            return dtype if is_matrix and not is_router and not self.config.adapt.dora else x.dtype
+            names = [getattr(key, "key", None) for key in path]
+            is_wide = "router" in names or names[0] in wide or self.config.adapt.dora
+            return dtype if is_matrix and not is_wide else x.dtype
 
         return jax.tree_util.tree_map_with_path(used, metadata(params, "decayed"), nnx.to_pure_dict(params))
 

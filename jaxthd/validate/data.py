@@ -172,7 +172,7 @@ def _audio(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             )
     if encoder is None:
         return
-    augment, masks, mels = data.augment, data.spec_augment, encoder.width
+    augment, masks, bands = data.augment, data.spec_augment, encoder.bands
     if any(not 0.5 <= speed <= 2 for speed in augment.speed):
         found = f"data.augment.speed is {augment.speed}"
         yield Finding(found, "speeds from 0.5 to 2", "set it to 0.9 1.0 1.1, for example")
@@ -197,15 +197,15 @@ def _audio(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             found = f"data.spec_augment.{name} is ({count}, {width:g})"
             yield Finding(found, f"the number of masks, and {expected}", f"correct data.spec_augment.{name}")
     count, width = masks.freq
-    if count > 0 and not encoder.has_bands:
+    if count > 0 and not bands:
         found = f"data.spec_augment.freq is ({count}, {width}) with the front end {encoder.title}"
         expected = "0 masks over bands, because the numbers of its frames are no bands of a spectrum"
         yield Finding(found, expected, f"set data.spec_augment.freq to 0 {width}")
-    elif count > 0 and width >= mels:
+    elif count > 0 and width >= bands:
         yield Finding(
-            f"data.spec_augment.freq is ({count}, {width}) with {mels} bands",
+            f"data.spec_augment.freq is ({count}, {width}) with {bands} bands",
             "fewer bands than the features have, because a mask could cover every band",
-            f"set data.spec_augment.freq to {count} {mels // 3}, for example",
+            f"set data.spec_augment.freq to {count} {bands // 3}, for example",
         )
 
 

@@ -121,7 +121,7 @@ def augmented(lengths: list[int], masks: SpecAugmentConfig, seed: int) -> tuple[
     """(features, what became of them) [frames, 16], of a recording in chunks of these lengths."""
     rng = np.random.default_rng(9)
     chunks = [rng.uniform(1, 2, (n, 16)).astype(np.float32) for n in lengths]
-    out = spec_augment(chunks, masks, document_rng(0, seed, "a"))
+    out = spec_augment(chunks, masks, document_rng(0, seed, "a"), chunks[0].shape[1])
     assert [chunk.shape for chunk in out] == [chunk.shape for chunk in chunks]
     assert all(chunk.all() for chunk in chunks), "the input is left alone"
     return np.concatenate(chunks), np.concatenate(out)

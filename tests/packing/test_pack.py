@@ -146,7 +146,15 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
     }  # fmt: skip
     fields = batch._asdict()
     assert fields.pop("extras") == {}
-    absent = "document_ids", "prefixes", "embeddings", "draws", "splits", "recording_ids"
+    absent = (
+        "document_ids",
+        "prefixes",
+        "embeddings",
+        "draws",
+        "splits",
+        "recording_ids",
+        "recording_positions",
+    )
     assert {fields.pop(name) for name in absent} == {None}
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
 
@@ -236,7 +244,15 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
     with_room, report = pack_row(documents, **SIZES, **sizes)
     without, other_report = pack_row(documents, **{**SIZES, "audio_capacity": 0, "front_end": None}, **sizes)
     assert report == other_report
-    optional = {"document_ids", "prefixes", "embeddings", "draws", "splits", "recording_ids"}
+    optional = {
+        "document_ids",
+        "prefixes",
+        "embeddings",
+        "draws",
+        "splits",
+        "recording_ids",
+        "recording_positions",
+    }
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
         "audio_slots", "features", "frame_mask", "piece_ids", "piece_positions", "future_audio_slots",

@@ -5,12 +5,19 @@ Legend: A audio frames on this rank, W numbers of a frame, E outputs of these fr
 unit), D dim of an output.
 """
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
 from jaxthd.packing.segments import Segments
+
+
+class Recordings(NamedTuple):
+    """The recordings of the outputs on this rank: Batch.recording_ids and recording_positions."""
+
+    ids: Int32[Array, "R E"]
+    positions: Int32[Array, "R E"]
 
 
 @runtime_checkable
@@ -26,7 +33,7 @@ class Encoder(Protocol):
         mask_A: Bool[Array, " A"],
         pieces: Segments,
         *,
-        recording_ids: Int32[Array, "R E"] | None,
+        recordings: Recordings | None,
         train: bool,
         axes: tuple[str, ...],
         row_axes: tuple[str, ...],
@@ -35,8 +42,9 @@ class Encoder(Protocol):
 
         An output depends only on its own piece; with FrontEnd.divisible "recordings", on its recording. Every
         rank calls it, with pieces or without.
-        features: in the compute dtype; a piece starts at a unit. mask: True on valid frames; others may hold
-        any values. pieces: the outputs' pieces as documents. recording_ids: Batch.recording_ids.
+        features: in the compute dtype, or float32 if FrontEnd.float32; a piece starts at a unit. mask: True
+        on valid frames; others may hold any values. pieces: the outputs' pieces as documents. recordings:
+        None unless FrontEnd.reads_recordings.
         axes: of the mesh, over which pieces are sharded; () on one device. row_axes: those of them whose
         ranks share a row; there pieces may go on in the next rank's frames if FrontEnd.divisible is "frames".
         The buffers are those of nnx.to_pure_dict(nnx.state(self, Buffer)).

@@ -14,9 +14,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float
 
 from jaxthd.config import ComputeConfig
+from jaxthd.models.front_ends.contract import Recordings
 from jaxthd.models.front_ends.fastconformer.attention import Clips, RelativeAttention, frequencies
 from jaxthd.models.front_ends.fastconformer.settings import SUBSAMPLING, FastConformer
 from jaxthd.models.front_ends.fastconformer.subsampling import Subsampling
@@ -150,7 +151,7 @@ class FastConformerEncoder(nnx.Module):
         mel_mask_A: Bool[Array, " A"],
         segments: Segments,
         *,
-        recording_ids: Int32[Array, "R E"] | None = None,
+        recordings: Recordings | None = None,
         train: bool = False,
         axes: tuple[str, ...] = (),
         row_axes: tuple[str, ...] = (),

@@ -27,7 +27,6 @@ class FastConformer(FrontEnd):
 
     title = "FastConformer"
     divisible = "frames"
-    has_bands = True
     module = "jaxthd.models.front_ends.fastconformer.module:FastConformerEncoder"
     longest_setting = "model.encoder.chunk_seconds"
     feature_settings = ("chunk_seconds", "num_mels")
@@ -58,6 +57,10 @@ class FastConformer(FrontEnd):
 
     @property
     def width(self) -> int:
+        return self.num_mels
+
+    @property
+    def bands(self) -> int:
         return self.num_mels
 
     @property

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float
 
 from jaxthd.config import ComputeConfig, RopeConfig
+from jaxthd.models.front_ends.contract import Recordings
 from jaxthd.models.front_ends.stacked.settings import Stacked
 from jaxthd.models.layers import LayerNorm, Linear
 from jaxthd.ops.attention.blockwise import interval_attention
@@ -104,7 +105,7 @@ class StackedEncoder(nnx.Module):
         mask_A: Bool[Array, " A"],
         segments: Segments,
         *,
-        recording_ids: Int32[Array, "R E"] | None = None,
+        recordings: Recordings | None = None,
         train: bool = False,
         axes: tuple[str, ...] = (),
         row_axes: tuple[str, ...] = (),

@@ -25,7 +25,6 @@ class Stacked(FrontEnd):
 
     title = "stacked"
     divisible = "frames"
-    has_bands = True
     module = "jaxthd.models.front_ends.stacked.module:StackedEncoder"
     longest_setting = "model.encoder.chunk_outputs"
     feature_settings = ("mel_bands", "stack", "chunk_outputs", "context_outputs")
@@ -58,6 +57,10 @@ class Stacked(FrontEnd):
 
     @property
     def width(self) -> int:
+        return self.mel_bands
+
+    @property
+    def bands(self) -> int:
         return self.mel_bands
 
     @property
