@@ -20,6 +20,7 @@ Several processes can train together, as with jaxthd train. Each computes the re
 groups.
 """
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
@@ -27,6 +28,7 @@ from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.rl.answers import AnswerSupplier
 from jaxthd.run.continuing import OPTIONS, require_objective, run_before, workdir_of
+from jaxthd.run.signals import STOPPED
 from jaxthd.run.startup import devices_ready
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.leaving import ends_in_time
@@ -40,17 +42,19 @@ def main(argv: list[str] | None = None) -> None:
     require_objective(line.config, draws=True)
     run_before(line, workdir)
     with devices_ready(line.config.mesh, line.options):
-        grpo(line.config, workdir, changes=line.given)
+        is_done = grpo(line.config, workdir, changes=line.given)
+    if not is_done:
+        sys.exit(STOPPED)
 
 
-def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
+def grpo(config: Config, workdir: Path, changes: Collection[str] = ()) -> bool:
     """Runs, or continues, the training in `workdir` on drawn answers; see run_training.
 
     Raises UserError as that does, for reward functions that cannot be used or fail too often, and where
     drawing and training disagree by more than the compute dtype explains.
     """
     require_objective(config, draws=True)
-    run_training(config, workdir, AnswerSupplier, changes)
+    return run_training(config, workdir, AnswerSupplier, changes)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,14 @@ Several processes can train together: SLURM's srun starts them, or each is given
 everything else.
 """
 
+import sys
 from collections.abc import Collection
 from pathlib import Path
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
 from jaxthd.run.continuing import OPTIONS, require_objective, run_before, workdir_of
+from jaxthd.run.signals import STOPPED
 from jaxthd.run.startup import devices_ready
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.leaving import ends_in_time
@@ -41,13 +43,15 @@ def main(argv: list[str] | None = None) -> None:
     require_objective(line.config, draws=False)
     run_before(line, workdir)
     with devices_ready(line.config.mesh, line.options):
-        train(line.config, workdir, changes=line.given)
+        is_done = train(line.config, workdir, changes=line.given)
+    if not is_done:
+        sys.exit(STOPPED)
 
 
-def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> None:
+def train(config: Config, workdir: Path, changes: Collection[str] = ()) -> bool:
     """Runs, or continues, the training in `workdir` on packed documents; see run_training."""
     require_objective(config, draws=False)
-    run_training(config, workdir, DocumentSupplier, changes)
+    return run_training(config, workdir, DocumentSupplier, changes)
 
 
 if __name__ == "__main__":

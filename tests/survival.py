@@ -37,6 +37,7 @@ from jaxthd.config import (
 )
 from jaxthd.files.jsonl import read_lines
 from jaxthd.models.blocks import Attention, Mamba2
+from jaxthd.run.signals import STOPPED
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, abstract_state
 
@@ -229,7 +230,7 @@ def terminated(run: Run, want: dict[int, dict[str, Any]], rng: np.random.Generat
     wrong = differing(run.lines(), want)
     complete = [line["step"] for line in run.lines()] == list(want)
     found = f"after step {at}: exit status {status}; continued: {again}, {len(wrong)} lines differ"
-    return Row("SIGTERM", found, status == again == 0 and complete and not wrong)
+    return Row("SIGTERM", found, (status, again) == (STOPPED, 0) and complete and not wrong)
 
 
 def damage(checkpoint: Path, rng: np.random.Generator) -> str:

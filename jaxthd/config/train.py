@@ -69,8 +69,8 @@ class TrainConfig:
     """Microbatches into which a step's rows are divided, computed one after the other (gradient
     accumulation)."""
     max_seconds: float = 0.0
-    """The command stops after this many seconds, saves, and may be started again: for queues with a time
-    limit. 0: never."""
+    """The command stops after this many seconds, saves, ends with status 75, and may be started again: for
+    queues with a time limit. 0: never."""
     seed: Index = 0
     """Seed of the initial parameters."""
     validate_every: Index = 50

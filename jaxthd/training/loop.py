@@ -53,9 +53,9 @@ def run_training(
     workdir: Path,
     supplied: Callable[[Run], Supplier],
     changes: Collection[str] = (),
-) -> None:
+) -> bool:
     """Runs, or continues, the training in `workdir` up to config.train.steps, or until a signal asks it to
-    stop (jaxthd.run.signals).
+    stop (jaxthd.run.signals). Returns whether the last step is done.
 
     supplied: makes the supplier of the steps. changes: dotted names of settings of the optimization, such as
     "train.steps", that may differ from those of the run that is continued (jaxthd.run.workdir.OPTIMIZATION).
@@ -79,10 +79,11 @@ def run_training(
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by, measured_by(config, data)))
         run = Run(config, Blueprint(config), make_mesh(config.mesh), data, outputs, account)
-        steps_done = _train(run, supplied, held, checkpoints, stopping)
+        first, last = _train(run, supplied, held, checkpoints, stopping)
         account.switch("saving")  # the last checkpoint is written while all is closed
-    if steps_done and is_first():
+    if last > first and is_first():
         _report(run, parameters_text(run.blueprint))
+    return last >= config.train.steps
 
 
 def _train(
@@ -91,8 +92,8 @@ def _train(
     held: OpenedRun,
     checkpoints: Checkpoints,
     stopping: StopRequests,
-) -> int:
-    """Returns the number of steps that it has trained."""
+) -> tuple[int, int]:
+    """Returns the number of the last step before it began, and that of its own last step."""
     config, blueprint, mesh, data, outputs, account = run
     refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     print(f"{parameters_text(blueprint)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
@@ -108,7 +109,7 @@ def _train(
             print(f"continuing from step {first} in {outputs.path}")
         if first >= steps:
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
-            return 0
+            return first, first
         changed = _changed_settings(held.keep(first), first)
         metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
         non_finite = NonFiniteSteps(outputs, first, config.updates_of_a_step, metrics.say)
@@ -140,7 +141,7 @@ def _train(
         if step < steps:
             metrics.say(f"stopped {stopped} after step {step}, which is saved: the same command continues")
         supplier.end()
-    return step - first
+    return first, step
 
 
 def _newest_state(run: Run, checkpoints: Checkpoints, supplier: Supplier) -> TrainState:

@@ -24,6 +24,7 @@ from jaxthd.parallel import processes as distributed
 from jaxthd.parallel.processes import exchange, started
 from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
+from jaxthd.run.signals import STOPPED
 from jaxthd.train import train
 from tests.survival import write_recordings
 from tests.test_train import UNOPTIMISED, tiny
@@ -195,7 +196,7 @@ def test_the_same_command_continues_and_a_signal_to_one_process_stops_all_after_
     assert re.search(r"^\[0\] continuing from step [24] ", stopped.output, re.MULTILINE)
     last = assert_same(stopped.workdir, one)
     assert f"stopped by SIGTERM after step {last}, which is saved" in stopped.output
-    assert stopped.status == 0
+    assert stopped.status == STOPPED
     assert last < STEPS, "the signal came too late to show anything"
 
 
