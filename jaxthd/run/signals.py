@@ -17,8 +17,8 @@ UNLESS_HANDLED = tuple(number for number in OF_THE_RUN if number not in ALWAYS)
 """A closed terminal, and what queues send before a time limit. Each by itself would end the process. nohup
 ignores SIGHUP, and a program of the user's own may handle any of them: then they are left as they are."""
 STOPPED = os.EX_TEMPFAIL
-"""Exit status of a run that has stopped before its last step, and that the same command continues: 75, by which
-sysexits.h means "try again"."""
+"""Exit status of a run that has stopped before its last step, and that the same command continues: 75, which
+means "try again" in sysexits.h."""
 OUTPUTS = (1, 2)
 """File descriptors of standard output and standard error."""
 READER_SECONDS = 0.1
