@@ -41,6 +41,7 @@ from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
 from jaxthd.files.tensor_names import ArraySlice
 from jaxthd.files.tokenizer_files import BUILT_IN
+from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.export import export
 from jaxthd.hf.family import Family, TokenIds
@@ -202,6 +203,7 @@ def _is_new(out: Path) -> None:
         raise UserError(f"{out} exists already; expected a new folder: choose another --out, or remove it")
 
 
+@goes_on_unread()
 def main(argv: list[str] | None = None) -> None:
     """The command `jaxthd convert`."""
     parser = argparse.ArgumentParser(

@@ -32,6 +32,7 @@ from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.error_gallery import Case, draw_gallery
 from jaxthd.files.jsonl import finite
 from jaxthd.files.run_folder import EMA, source_of
+from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.inference.evaluator import Evaluation, Evaluator, Hypothesis
 from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.document import Document
@@ -86,6 +87,7 @@ class SetResult(NamedTuple):
     documents: list[ScoredDocument]
 
 
+@goes_on_unread()
 def main(argv: list[str] | None = None) -> None:
     """Runs the command with these arguments; None: those of the process."""
     line = parse_command_line("evaluate", argv, OPTIONS, __doc__)

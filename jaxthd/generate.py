@@ -122,8 +122,8 @@ def _conversations(options: Namespace, data: DataConfig) -> list[Example]:
 def _summary(answers: Sequence[Answer], seconds: float, generator: Generator) -> str:
     tokens, cut = sum(len(a.tokens) for a in answers), sum(a.end == "length" for a in answers)
     return (
-        f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s; {generator.compilations} programs "
-        "compiled" + f"; cut off at {generator.max_new_tokens} tokens: {cut}" * bool(cut)
+        f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s; {generator.programs.text()}"
+        + f"; cut off at {generator.max_new_tokens} tokens: {cut}" * bool(cut)
     )
 
 

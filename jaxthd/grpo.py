@@ -26,6 +26,7 @@ from pathlib import Path
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
+from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.rl.answers import AnswerSupplier
 from jaxthd.run.continuing import OPTIONS, require_objective, run_before, workdir_of
 from jaxthd.run.signals import STOPPED
@@ -35,6 +36,7 @@ from jaxthd.terminal.leaving import ends_in_time
 from jaxthd.training.loop import run_training
 
 
+@goes_on_unread()
 def main(argv: list[str] | None = None) -> None:
     """Runs the command with these arguments; None: those of the process."""
     line = parse_command_line("grpo", argv, OPTIONS, __doc__)

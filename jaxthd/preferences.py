@@ -15,6 +15,7 @@ jaxthd train takes these lines with --train.objective dpo or kto (docs/data.md).
     OUT.without_spread.jsonl    items whose hypotheses are all equally good: reference and hypotheses
     OUT.skipped.jsonl           items that cannot be used, with the reason
     OUT.settings.json           what the lines depend on
+    OUT.report.txt              how many pairs there are, some of them, the command that trains on them
 
 Killed, the same command continues; what is in the files is not sampled again. What is sampled depends on
 --seed, the item and the number of the hypothesis alone.
@@ -27,6 +28,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.packer import OnSkip
@@ -37,15 +40,18 @@ from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.files.atomic import write_atomically
+from jaxthd.files.jsonl import naming
+from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.inference.chat import say
 from jaxthd.inference.generator import Generator, check_sampling, load
-from jaxthd.inference.preferences import Item, PreferenceFiles, measured
+from jaxthd.inference.preferences import Item, PreferenceFiles, measured, pair_lines
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run.evaluations import checkpoint_of, evaluated_settings
 from jaxthd.run.startup import simulate_devices
-from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, parse_command_line
+from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, CommandLine, parse_command_line
 
-SECONDS = 30.0
+SECONDS = 5.0
 """Time between two lines on progress."""
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": WEIGHTS,
@@ -60,6 +66,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
+@goes_on_unread()
 def main(argv: list[str] | None = None) -> None:
     """Runs the command with these arguments; None: those of the process."""
     line = parse_command_line("preferences", argv, OPTIONS, __doc__)
@@ -84,7 +91,29 @@ def main(argv: list[str] | None = None) -> None:
     if rest:
         generator = load(config, sources, batch=options.batch, max_new_tokens=options.max_new_tokens)
         make_preferences(generator, rest, out, options, line.sampling())
-    print(out.summary())
+    parts = [out.summary(), *pair_lines(options.out), *_next(line, out.pairs)]
+    report = options.out.with_suffix(".report.txt")
+    with naming(report):
+        write_atomically(report, "\n".join(parts) + "\n")
+    print("\n".join(parts))
+
+
+def _next(line: CommandLine, pairs: int) -> list[str]:
+    """The command that trains on so many pairs, from the weights that answered."""
+    if not pairs:
+        more = line.options.samples * 2
+        return [f"\nNo pair was found: give a new --out, and --samples {more} or a higher --temperature"]
+    out, train = line.options.out, line.config.train
+    source = line.path if line.run else f"{line.path} --train.before"
+    words = [
+        f"{source} --workdir {Path('runs') / out.stem}-dpo --train.init-from {' '.join(line.weights())}",
+        f"--data.manifest {out} --train.objective dpo",
+        # As in configs/dpo.py: the rate of a supervised run, 1e-3, would undo what the model has learned.
+        "--train.learning-rate 1e-5 --train.steps 100 --train.warmup-steps 10",
+        *["--train.ctc-loss 0"] * bool(train.ctc_loss),
+        *["--train.mtp-loss 0"] * bool(train.mtp_loss and line.config.model.llm.mtp_pattern),
+    ]
+    return ["\nNext", f"  jaxthd train {' '.join(words)}"]
 
 
 def make_preferences(
@@ -97,7 +126,7 @@ def make_preferences(
     """Samples hypotheses of the items, and writes the lines. options: the command's. sampling: how."""
     normalise = make_normaliser(generator.config.train.normaliser)
     at_once = max(1, 4 * options.batch // options.samples)
-    told = time.perf_counter()
+    began = told = time.perf_counter()
     for start in range(0, len(items), at_once):
         usable = list(_usable(generator, items[start : start + at_once], out.skip, normalise))
         asked = [
@@ -109,9 +138,10 @@ def make_preferences(
         for number, item in enumerate(usable):
             own = answers[number * options.samples : (number + 1) * options.samples]
             out.add(item, measured(item.reference, own, normalise))
-        if time.perf_counter() - told > SECONDS:
-            told = time.perf_counter()
-            say(f"{min(start + at_once, len(items)):,} of {len(items):,} items, {out.pairs:,} pairs")
+        now, done = time.perf_counter(), min(start + at_once, len(items))
+        if not start or now - told > SECONDS or done == len(items):
+            told, left = now, tqdm.format_interval((now - began) / done * (len(items) - done))
+            say(f"{done:,}/{len(items):,} items  ETA {left}  {out.counts()}")
 
 
 def _items(config: Config, options: Namespace) -> tuple[list[Item], list[Skipped], str]:

@@ -40,6 +40,7 @@ from jaxthd.data.loader import make_loader
 from jaxthd.data.skipped import SkipLog
 from jaxthd.data.text.tokenizer import Tokenizer, load_tokenizer
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.inference.scorer import DocumentScores, Scorer, in_order, of_document
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows, make_mesh
@@ -68,6 +69,7 @@ ROWS = 10
 COLUMNS = "document|tokens|log-prob|a token|text"
 
 
+@goes_on_unread()
 def main(argv: list[str] | None = None) -> None:
     """Runs the command with these arguments; None: those of the process."""
     line = parse_command_line("score", argv, OPTIONS, __doc__)

@@ -154,7 +154,7 @@ def main(argv: list[str] | None = None) -> None:
     ]
     shared = works["refilled"].slots / works["one by one"].slots
     claims.append(Claim(f"prompts take {shared:.3f} of the slots of copies", shared < 0.35))
-    compiled = own.rollouts.compilations
+    compiled = own.rollouts.programs.made
     claims.append(Claim(f"{compiled} programs for all rollouts", compiled == 3))
     conclude(claims, check=options.check)
 

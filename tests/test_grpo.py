@@ -26,9 +26,11 @@ from jaxthd.config import (
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import read_lines
 from jaxthd.grpo import grpo
+from jaxthd.inference.generator import for_generation
 from jaxthd.models.blocks import Attention, Mamba2
 from jaxthd.rl.updates import BOUNDS, Agreement, require_agreement
 from jaxthd.run.metrics_file import read_metrics
+from jaxthd.run.startup import check
 from jaxthd.train import train
 from tests.shared_programs import shared_programs, without_clock
 
@@ -138,6 +140,29 @@ def test_a_step_says_what_it_drew_and_how_drawing_and_training_agree(whole: Path
     for line in (first, last):
         assert 0 <= line["validation_pass_at_1"] <= line["validation_pass_at_k"] <= 1
         assert line["validation_reward_drawn"] <= line["validation_reward_best"]
+
+
+def test_the_report_tells_rewards_and_its_commands_are_those_of_such_a_run(whole: Path, config: Config):
+    report = (whole / "report.txt").read_text().splitlines()
+    rewards = [line["reward"] for line in read_metrics(whole) if line["step"]]
+    first, last = np.mean(rewards[:2]), np.mean(rewards[2:])
+    assert f"  reward {first:.3f} -> {last:.3f} (means of 2 steps)" in report
+    held_out = [x["validation_reward"] for x in read_metrics(whole) if "validation_reward" in x]
+    assert f"  validation reward {held_out[0]:.3f} -> {held_out[-1]:.3f}" in report
+    assert not any(line.startswith("  loss ") for line in report), "its value tells nothing"
+    shown = next(at for at, line in enumerate(report) if line.startswith("Drawn in the last step (of a pro"))
+    best, worst = (float(line.split()[0]) for line in report[shown + 2 : shown + 4])
+    assert best > worst
+    last_step = [x for x in read_lines(whole / "rollouts.jsonl") if x["step"] == STEPS]
+    assert {f"{best:.3f}", f"{worst:.3f}"} <= {f"{x['reward']:.3f}" for x in last_step}
+    assert report[-3:] == [
+        f"  jaxthd generate {whole} --audio FILE",
+        f"  jaxthd grpo {whole} --train.steps {2 * STEPS}",
+        f"  jaxthd convert export {whole} --out FOLDER",
+    ]
+    check(for_generation(config, 1), trains=False)
+    with pytest.raises(UserError, match="group_size"):  # which says nothing about one answer
+        check(for_generation(config, 1))
 
 
 def test_a_run_that_was_killed_continues_bit_identically(whole: Path, config: Config, tmp_path: Path):

@@ -1,6 +1,7 @@
 """The preferences command: pairs by word error rate, items without spread, continued after a kill."""
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,9 @@ from jaxthd.files.config_file import load_config
 from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import write_config
 from jaxthd.inference.generator import Answer, Generator, load
+from jaxthd.run.continuing import OPTIONS
+from jaxthd.terminal.arguments import parse_command_line
+from jaxthd.validate import DeviceFacts, findings
 from tests.data.sets import read_manifest
 from tests.helpers import save_run
 from tests.test_generate import CONFIG
@@ -91,6 +95,11 @@ def test_the_best_and_the_worst_hypothesis_become_a_pair(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     (pair,) = run(folder, monkeypatch, Parrot())
+    progress = capsys.readouterr()
+    assert (
+        "5/5 items  ETA 00:00  1 pairs  2 without spread  4 skipped  WER 0.0% chosen, 150.0% rej"
+        in progress.err
+    )
     hypotheses = pair.pop("hypotheses")
     assert pair == {
         "audio_filepath": "speech/a.wav", "text": "one two", "duration": 1.0, "speaker": "s",
@@ -109,14 +118,39 @@ def test_the_best_and_the_worst_hypothesis_become_a_pair(
     assert skipped.keys() == {"3:", "4:c.wav", "6:e.wav", "7:a.wav"}
     assert "no words" in skipped["4:c.wav"]
     assert "preference line" in skipped["7:a.wav"]
-    shown = capsys.readouterr().out
+    shown = progress.out
     assert "pairs.jsonl: 1 pairs of 3 items; word error rate 0.0% of the chosen, 150.0%" in shown
     assert "2 items (66.7%) without spread: of 2 every hypothesis is right" in shown
     assert "4 skipped items are listed in pairs.skipped.jsonl" in shown
+    assert (folder / "pairs.report.txt").read_text() in shown
+    lines = shown.splitlines()
+    at = lines.index("Pairs (what was chosen, what was rejected, with their word error rates)")
+    assert [line.split() for line in lines[at + 1 : at + 3]] == [
+        ["0.0%", "one", "two"],
+        ["150.0%", "won", "too", "three"],
+    ]
+    command = shlex.split(lines[lines.index("Next") + 1])
+    trained = parse_command_line("train", command[2:], OPTIONS).config
+    assert command[:2] == ["jaxthd", "train"]
+    assert (trained.train.objective, trained.data.manifest) == ("dpo", (str(folder / "pairs.jsonl"),))
+    assert trained.train.init_from == (str(folder / "run"),)
+    device = DeviceFacts.of_this_machine(260)
+    of_run = {*map(str, findings(load_config(folder / "tiny.py"), device))}
+    assert {*map(str, findings(trained, device))} <= of_run, "it asks for nothing that cannot work"
     (example,), none = read_manifest(folder / "pairs.jsonl")
     assert not none
     assert example.clips[0].path.resolve() == folder / "speech" / "a.wav"
     assert [a.text for a in example.alternatives] == ["one two", "won too three"]
+
+
+def test_without_a_pair_no_training_is_advised(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setitem(SAID, "a", ["one two"])
+    assert not run(folder, monkeypatch, Parrot())
+    said = capsys.readouterr().out
+    assert "No pair was found: give a new --out, and --samples 14 or a higher --temperature" in said
+    assert "jaxthd train" not in said
 
 
 def test_a_conversation_becomes_a_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch):

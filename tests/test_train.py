@@ -262,6 +262,11 @@ def test_a_damaged_newest_checkpoint_costs_the_steps_since_the_one_before(
     shown = capsys.readouterr()
     assert "step 6 is damaged" in shown.err
     assert "continuing from step 4" in shown.out
+    lost = sum(line["step_seconds"] for line in read_metrics(uninterrupted)[-2:])
+    assert (
+        f"2 step(s) are lost, {lost:,.1f} s of work: steps 5 to 6 ran after the checkpoint that is "
+        "continued, and run again"
+    ) in shown.out
     assert_same_run(tmp_path, uninterrupted)
 
 

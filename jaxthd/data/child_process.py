@@ -12,6 +12,8 @@ import sys
 from contextlib import suppress
 from multiprocessing.connection import Connection, Pipe
 
+from jaxthd.files.unread_output import keep_going_unread
+
 OF_THE_RUN = (
     signal.SIGTERM,
     signal.SIGINT,
@@ -91,8 +93,10 @@ def parents_end() -> Connection:
     """Returns the child's end of the pipe. Called by a program that Child runs, before it does anything.
 
     The program then outlives signals that a queue or a shell sends to all processes of a run: whoever started
-    it may need it until all is saved, and ends it.
+    it may need it until all is saved, and ends it. It outlives a reader of its output too: functions of users
+    print.
     """
+    keep_going_unread()
     for number in OF_THE_RUN:
         signal.signal(number, lambda *_: None)  # not SIG_IGN, which programs that it starts would inherit
     return Connection(int(sys.argv[1]))

@@ -10,8 +10,9 @@ from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure, SubFigure
 from matplotlib.ticker import MaxNLocator
 
+from jaxthd.objectives.metric import Curve, Number
 from jaxthd.run.measured_by import by_validation
-from jaxthd.run.metrics import CAUSES, Number, values
+from jaxthd.run.metrics import CAUSES, values
 
 HUES = ("#3b6fb6", "#d1662b", "#3f8f4f", "#8a5fb0", "#b8902a", "#2b8f96", "#b84a6b")
 """One after the other for curves, documents and ranks."""
@@ -58,26 +59,24 @@ def xy(lines: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[N
     return [step for step, _ in found], [value for _, value in found]
 
 
-def curve(
-    axes: Axes,
-    lines: Sequence[Mapping[str, Any]],
-    name: str,
-    color: str,
-    middle: Callable[[np.ndarray], Any],
-    label: str = "",
-) -> None:
-    """Draws every step faintly, and over it a smoothed curve.
+MIDDLES: dict[str, Callable[[np.ndarray], Any]] = {"mean": np.mean, "median": np.median, "largest": np.max}
+"""Averages of a smoothed curve over a stretch of the run, by Curve.middle."""
 
-    middle: averages the values in each of at most SMOOTHED_POINTS stretches of the run, as np.mean does.
-    """
-    steps, found = xy(lines, name)
+
+def curve(axes: Axes, lines: Sequence[Mapping[str, Any]], which: Curve, color: str) -> None:
+    """Draws every step faintly, and over it a curve that is smoothed over SMOOTHED_POINTS parts of the
+    run; or every step alone."""
+    steps, found = xy(lines, which.metric)
+    if which.middle == "each":
+        axes.plot(steps, found, color=color, linewidth=0.9, label=which.label)
+        return
     axes.plot(steps, found, color=color, alpha=0.3, linewidth=0.8)
     cuts = min(SMOOTHED_POINTS, len(found))
     smooth = [
         [float(f(x)) for x in np.array_split(y, cuts or 1) if len(x)]
-        for f, y in ((np.mean, steps), (middle, found))
+        for f, y in ((np.mean, steps), (MIDDLES[which.middle], found))
     ]
-    axes.plot(*smooth, color=color, linewidth=2, label=label)
+    axes.plot(*smooth, color=color, linewidth=2, label=which.label)
 
 
 def points(

@@ -1,4 +1,4 @@
-"""The curves of a run: loss, validation, optimization, speed; of jaxthd grpo rewards, answers, divergence.
+"""The curves of a run: the panels that its objective and its supplier ask for, and a bar of its time.
 
 Figures are made without pyplot: nothing global changes and no display is needed.
 """
@@ -16,16 +16,27 @@ from matplotlib.ticker import (
     MaxNLocator,
     NullFormatter,
     PercentFormatter,
+    ScalarFormatter,
     StrMethodFormatter,
 )
 
-from jaxthd.figures.axes import FAINT, HUES, above_bar, curve, points, second_axis, titled, xy
+from jaxthd.figures.axes import HEIGHT, HUES, INK, above_bar, curve, points, second_axis, titled, xy
 from jaxthd.files.jsonl import naming
+from jaxthd.objectives.metric import VALIDATION, Curve, Panel, Scale
+from jaxthd.run.display import Display
 from jaxthd.run.metrics import CAUSES, values
+
+Lines = Sequence[Mapping[str, Any]]
+ROW = 3.8
+"""Height of a row of panels, in inches."""
+LEGEND = 0.08
+"""Room for an entry of a long legend, as a share of the axis."""
+MOST_SHARE = 1.5
+"""End of an axis of shares: the word error rate of an untrained model can be many times 1."""
 
 
 def draw_curves(
-    lines: Sequence[Mapping[str, Any]], path: Path, seconds: Mapping[str, float] | None = None
+    lines: Lines, path: Path, display: Display, seconds: Mapping[str, float] | None = None
 ) -> None:
     """Draws the run's curves as a PNG, 1200 pixels wide. lines: as read_metrics returns them.
 
@@ -33,14 +44,12 @@ def draw_curves(
         that counts.
     Raises OSError, which names the file, when it cannot be written.
     """
-    has_rewards = any("reward" in line for line in lines)
     with naming(path):
         newest = max(seconds or {}, seconds_of(lines), key=lambda x: sum(x.values()))
-        figure = (rollout_figure if has_rewards else curves_figure)(lines, newest)
-        figure.savefig(path)
+        run_figure(lines, display, newest).savefig(path)
 
 
-def seconds_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def seconds_of(lines: Lines) -> dict[str, float]:
     """The seconds of each cause up to the last line that has them."""
     for line in reversed(lines):
         if "goodput" in line:
@@ -48,59 +57,89 @@ def seconds_of(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {}
 
 
-def curves_figure(lines: Sequence[Mapping[str, Any]], seconds: Mapping[str, float] | None = None) -> Figure:
-    """Four axes over the optimizer's steps: loss, validation, optimization, speed; and a bar of the time.
+def run_figure(lines: Lines, display: Display, seconds: Mapping[str, float] | None = None) -> Figure:
+    """The panels of a run over its steps, two in a row, and a bar of the time.
 
     seconds: of each cause.
     """
-    figure = Figure(figsize=(12, 9.2), dpi=100, layout="constrained")
-    curves = above_bar(figure, seconds or {})
-    loss, errors, gradient, speed = curves.subplots(2, 2, sharex=True).flat
-
-    titled(loss, "Loss", "nats a supervised token")
-    curve(loss, lines, "loss", HUES[0], np.mean, "training")
-    points(loss, lines, "validation_loss", HUES[1], "validation", "{:.2f}")
-    _log_scale(loss)
+    panels = [panel for panel in display.panels if _measured(panel.curves + panel.right, lines)]
+    rows = -(-len(panels) // 2)
+    figure = Figure(figsize=(12, HEIGHT + ROW * max(rows, 1)), dpi=100, layout="constrained")
+    above = above_bar(figure, seconds or {})
+    places = list(above.subplots(rows, 2, sharex=True, squeeze=False).flat) if rows else []
+    for axes, panel in zip(places, panels, strict=False):
+        draw_panel(axes, panel, lines, display)
+    for axes in places[len(panels) :]:
+        axes.set_visible(False)
     bad = [x["step"] for x in lines if not math.isfinite(x.get("loss", 0) + x.get("grad_norm", 0))]
-    if bad:
-        at_bottom = {"transform": loss.get_xaxis_transform(), "clip_on": False, "color": "red"}
-        loss.plot(bad, np.zeros(len(bad)), "x", label=f"{len(bad)} step(s) not finite", **at_bottom)
-    loss.legend(frameon=False)
-
-    titled(errors, "Validation", "share of words, of tokens")
-    points(errors, lines, "validation_wer", HUES[1], "word error rate", "{:.1%}")
-    points(errors, lines, "validation_accuracy", HUES[2], "accuracy of the next token", "{:.1%}")
-    errors.yaxis.set_major_formatter(PercentFormatter(1))
-    if errors.lines:
-        # The word error rate of an untrained model can be many times 1.
-        top = max(1.05, min(1.5, max(max(line.get_ydata()) for line in errors.lines)))
-        errors.set_ylim(0, top)
-        _mark_above(errors, lines, "validation_wer", top, HUES[1])
-        errors.legend(frameon=False)
-    else:
-        errors.text(0.5, 0.5, "not measured", ha="center", color=FAINT, transform=errors.transAxes)
-
-    titled(gradient, "Optimization", "gradient norm before clipping", HUES[0])
-    curve(gradient, lines, "grad_norm", HUES[0], np.mean)
-    gradient.set_ylim(bottom=0)
-    rate = second_axis(gradient, "learning rate", HUES[1])
-    rate.plot(*xy(lines, "learning_rate"), color=HUES[1])
-    rate.set_ylim(bottom=0)
-    rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-
-    titled(speed, "Speed", "real tokens a second", HUES[0])
-    curve(speed, lines, "tokens_per_second", HUES[0], np.median)
-    speed.set_ylim(bottom=0)
-    speed.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    padding = second_axis(speed, "padding, share of token slots", HUES[1])
-    steps, shares = xy(lines, "padding_ratio")
-    padding.plot(steps, shares, color=HUES[1], linewidth=0.8)
-    padding.set_ylim(0, max(0.1, 1.1 * max(shares, default=0)))
-    padding.yaxis.set_major_formatter(PercentFormatter(1))
+    if bad and places:
+        first = places[0]
+        at_bottom: Any = {"transform": first.get_xaxis_transform(), "clip_on": False, "color": "red"}
+        first.plot(bad, np.zeros(len(bad)), "x", label=f"{len(bad)} step(s) not finite", **at_bottom)
+        first.legend(frameon=False)
     return figure
 
 
-def _mark_above(axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, top: float, color: str) -> None:
+def draw_panel(axes: Axes, panel: Panel, lines: Lines, display: Display) -> None:
+    """Draws the panel's curves that have a number, each in its own color, those of the right axis too."""
+    left, right = _measured(panel.curves, lines), _measured(panel.right, lines)
+    hues = [HUES[number % len(HUES)] for number in range(len(left) + len(right))]
+    titled(axes, panel.title, panel.y, hues[0] if right and len(left) == 1 else INK)
+    if panel.scale == "stacked":
+        _stack(axes, left, lines, hues[: len(left)])
+    else:
+        _draw(axes, left, lines, hues[: len(left)], panel.scale, display)
+    drawn = [axes]
+    if right:
+        of_right = hues[len(left) :]
+        drawn.append(second_axis(axes, panel.right_y, of_right[0] if len(right) == 1 else INK))
+        _draw(drawn[1], right, lines, of_right, panel.right_scale, display)
+    found = [pair for each in drawn for pair in zip(*each.get_legend_handles_labels(), strict=True)]
+    if found:  # on the axes that lie above the others
+        handles, labels = zip(*found, strict=True)
+        drawn[-1].legend(handles, labels, frameon=False)
+
+
+def _measured(curves: Sequence[Curve], lines: Lines) -> list[Curve]:
+    return [curve for curve in curves if values(lines, curve.metric)]
+
+
+def _draw(
+    axes: Axes, curves: Sequence[Curve], lines: Lines, hues: Sequence[str], scale: Scale, display: Display
+) -> None:
+    for which, hue in zip(curves, hues, strict=True):
+        if which.metric.startswith(VALIDATION):
+            points(axes, lines, which.metric, hue, which.label, display.metric(which.metric).text)
+        else:
+            curve(axes, lines, which, hue)
+    found = [value for which in curves for value in xy(lines, which.metric)[1]]
+    if scale == "share":
+        peak = max(found)
+        top = min(max(1.2 * peak, 0.05), 1.05) if peak <= 1 else min(1.05 * peak, MOST_SHARE)
+        axes.set_ylim(0, top)
+        axes.yaxis.set_major_formatter(PercentFormatter(1, decimals=None if top < 0.1 else 0))
+        for which, hue in zip(curves, hues, strict=True):
+            _mark_above(axes, lines, which.metric, top, hue)
+    elif scale == "log" and any(value > 0 for value in found):
+        _log_scale(axes)
+    else:
+        low, high = axes.get_ylim()
+        if scale == "from zero":
+            low, high = 0.0, 1.05 * max(found) or 1.0
+        axes.set_ylim(low, high + LEGEND * len(curves) * (high - low) * (len(curves) > 2))
+        _plain_labels(axes)
+
+
+def _stack(axes: Axes, curves: Sequence[Curve], lines: Lines, hues: Sequence[str]) -> None:
+    """Draws the curves on top of each other. The first steps of a command, which compile, leave the axes."""
+    timed = [line for line in lines if any(which.metric in line for which in curves)]
+    heights = [[line.get(which.metric, 0.0) for line in timed] for which in curves]
+    steps, labels = [line["step"] for line in timed], [which.label for which in curves]
+    axes.stackplot(steps, *heights, labels=labels, colors=list(hues), alpha=0.7)
+    axes.set_ylim(0, 3 * float(np.median(np.sum(heights, axis=0))) or 1)
+
+
+def _mark_above(axes: Axes, lines: Lines, name: str, top: float, color: str) -> None:
     """Marks the values above the top of the axes there, and writes them beside the marks."""
     for step, value in values(lines, name):
         if value > top:
@@ -116,97 +155,25 @@ def _mark_above(axes: Axes, lines: Sequence[Mapping[str, Any]], name: str, top: 
             )
 
 
+def _plain_labels(axes: Axes) -> None:
+    """Labels of large numbers have commas, and those of small ones one power of ten."""
+    if max(map(abs, axes.get_ylim())) >= 1000:
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
+    else:
+        formatter = ScalarFormatter(useOffset=False)
+        formatter.set_powerlimits((-2, 3))
+        axes.yaxis.set_major_formatter(formatter)
+
+
 def _log_scale(axes: Axes) -> None:
     """Makes the y axis logarithmic, with few labels.
 
     Over less than a factor of 5 the labels are evenly spaced. Over more they are at 1, 2 and 5 times each
     power of ten, and over more than three powers of ten at powers only, or some of them.
     """
-    axes.set_yscale("log")
+    axes.set_yscale("log", nonpositive="mask")
     low, high = axes.get_ylim()
     marks = (1, 2, 5) if high < 2000 * low else (1,)
     axes.yaxis.set_major_locator(MaxNLocator(6) if high < 5 * low else LogLocator(subs=marks, numticks=8))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
     axes.yaxis.set_minor_formatter(NullFormatter())
-
-
-Lines = Sequence[Mapping[str, Any]]
-PARTS = ("resharding", "rollout", "reward", "scoring", "training")
-"""Parts of a step's time, in their order. The first only where answers are drawn on another mesh."""
-
-
-def rollout_figure(lines: Lines, spent: Mapping[str, float] | None = None) -> Figure:
-    """Six axes over the steps, and a bar of the time. lines: as read_metrics returns them.
-
-    spent: seconds of each cause (jaxthd.run.metrics.CAUSES).
-    """
-    figure = Figure(figsize=(12, 12.2), dpi=100, layout="constrained")
-    curves = above_bar(figure, spent or {})
-    rewards, answers, divergence, validation, agreement, time = curves.subplots(3, 2, sharex=True).flat
-
-    titled(rewards, "Reward", "mean over the answers drawn")
-    curve(rewards, lines, "reward", HUES[0], np.mean, "all, weighted")
-    named = dict.fromkeys(name for line in lines for name in line if name.startswith("reward_"))
-    parts = [name for name in named if name not in _NO_FUNCTIONS]
-    for name, color in zip(parts[:3] * (len(parts) > 1), HUES[1:], strict=False):
-        curve(rewards, lines, name, color, np.mean, name.removeprefix("reward_"))
-    points(rewards, lines, "validation_reward", HUES[4], "validation, likeliest answers", "{:.3g}")
-    rewards.legend(frameon=False)
-
-    titled(answers, "Answers", "tokens of an answer", HUES[0])
-    curve(answers, lines, "answer_tokens", HUES[0], np.mean)
-    answers.set_ylim(bottom=0)
-    _shares(second_axis(answers, "cut off; without spread (dotted)", HUES[1]), lines)
-
-    titled(divergence, "Policy", "nats a token")
-    curve(divergence, lines, "kl", HUES[0], np.mean, "KL to the reference")
-    curve(divergence, lines, "entropy", HUES[1], np.mean, "entropy")
-    divergence.legend(frameon=False)
-
-    titled(validation, "Validation", "share of words, of prompts")
-    points(validation, lines, "validation_wer", HUES[1], "word error rate", "{:.1%}")
-    points(validation, lines, "validation_pass_at_1", HUES[2], "right in one draw", "{:.1%}")
-    points(validation, lines, "validation_pass_at_k", HUES[0], "right in one of a group", "{:.1%}")
-    validation.yaxis.set_major_formatter(PercentFormatter(1))
-    shares = [float(y) for line in validation.lines for y in line.get_ydata()]
-    validation.set_ylim(0, min(1.5, 1.25 * max(shares, default=1.0) or 1.0))  # room for the legend
-    if validation.lines:
-        validation.legend(frameon=False)
-
-    titled(agreement, "Drawing against training", "difference of log-probabilities, nats")
-    curve(agreement, lines, "logprob_difference", HUES[0], np.max, "largest of a step")
-    curve(agreement, lines, "logprob_difference_mean", HUES[1], np.mean, "mean")
-    if any(y > 0 for line in agreement.lines for y in line.get_ydata()):
-        agreement.set_yscale("log")
-    agreement.legend(frameon=False)
-
-    titled(time, "Time", "seconds of a step")
-    timed = [line for line in lines if "step_seconds" in line]
-    seconds = [line["step_seconds"] for line in timed]
-    stacked = {part: [line.get(f"{part}_seconds", 0.0) for line in timed] for part in PARTS}
-    shown = {part: values for part, values in stacked.items() if any(values)}
-    if shown:
-        time.stackplot(
-            [line["step"] for line in timed],
-            *shown.values(),
-            labels=list(shown),
-            colors=[PART_COLORS[part] for part in shown],
-            alpha=0.7,
-        )
-        time.legend(frameon=False, loc="upper right")
-    # The first steps of a command compile for minutes.
-    time.set_ylim(0, 3 * float(np.median(seconds)) if seconds else 1)
-    return figure
-
-
-PART_COLORS = dict(zip(PARTS, (HUES[5], *HUES[:4]), strict=True))
-
-_NO_FUNCTIONS = ("reward_std", "reward_spread", "reward_seconds", "reward_failures")
-"""Metrics that begin like the mean of a reward function."""
-
-
-def _shares(axes: Axes, lines: Lines) -> None:
-    for name, style in (("cut_off", "-"), ("no_spread", ":")):
-        axes.plot(*xy(lines, name), style, color=HUES[1], linewidth=1)
-    axes.set_ylim(0, 1)
-    axes.yaxis.set_major_formatter(PercentFormatter(1))

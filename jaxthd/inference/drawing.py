@@ -17,6 +17,7 @@ from jaxthd.config import Config
 from jaxthd.data.packer import pack_documents
 from jaxthd.inference.places import NewSequences, make_drawing_steps, new_sequence_specs
 from jaxthd.inference.scheduler import Page, Running, Scheduler
+from jaxthd.kernels.programs import ProgramCount, together
 from jaxthd.ops.sampling import Drawn, Sampling
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document
@@ -75,9 +76,9 @@ class Drawing:
         )
 
     @property
-    def compilations(self) -> int:
-        """Number of programs compiled so far: three for any use."""
-        return sum(step._cache_size() for step in self._steps)
+    def programs(self) -> ProgramCount:
+        """The programs so far: three for any use."""
+        return together(step.count for step in self._steps)
 
     def lowered(self, params: Tree, buffers: Tree, sampling: Sampling, every: int) -> dict[str, Any]:
         """The programs "empty", "prefill" and "decode", lowered for weights of these shapes and shardings.

@@ -14,12 +14,13 @@ from jaxthd.data.loader import BatchAndReport, BatchReport
 from jaxthd.data.text.prompt import answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
+from jaxthd.objectives.metric import measured
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.prompts import PromptEnds, find_prompts
 from jaxthd.parallel.mesh import DATA, local_rows, put_batch, put_rows
 from jaxthd.parallel.processes import exchange
-from jaxthd.run.metrics import VALIDATION_METRICS, ValidationFacts, measured
+from jaxthd.run.metrics import VALIDATION_METRICS, ValidationFacts
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
 from jaxthd.steps.validation import make_validation_step

@@ -24,6 +24,7 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import TextStream, load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.inference.drawing import Drawing, Progress, for_drawing, random_bits
+from jaxthd.kernels.programs import ProgramCount
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import make_mesh
@@ -99,9 +100,9 @@ class Generator:
         self._drawing = Drawing(self.config, mesh, stop_ids=self.stop_ids, **sizes, pages=1)
 
     @property
-    def compilations(self) -> int:
-        """Number of programs compiled so far: three for any use."""
-        return self._drawing.compilations
+    def programs(self) -> ProgramCount:
+        """The programs so far: three for any use."""
+        return self._drawing.programs
 
     def stream(
         self,
@@ -209,7 +210,7 @@ def load(
     Raises UserError for a config that cannot work on this machine, and for a tokenizer or weights that cannot
     be used.
     """
-    check(for_generation(config, batch), data_sets=False)
+    check(for_generation(config, batch), trains=False)
     config = with_kernels(config.without_mtp)
     mesh = make_mesh(config.mesh)
     params, buffers = load_model(weights, Blueprint(config), mesh)

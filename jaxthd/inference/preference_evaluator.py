@@ -17,10 +17,11 @@ from jaxtyping import Float
 from jaxthd.data.loader import BatchAndReport
 from jaxthd.objectives.dpo import DPO
 from jaxthd.objectives.kto import KTO
+from jaxthd.objectives.metric import measured
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import put_batch
-from jaxthd.run.metrics import PREFERENCE_METRICS, PreferenceFacts, measured
+from jaxthd.run.metrics import PREFERENCE_METRICS, PreferenceFacts
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of, policy_temperature
 from jaxthd.steps.reference_scores import make_with_scores

@@ -14,10 +14,11 @@ from jaxthd.data.skipped import SkipLog
 from jaxthd.data.sources.recordings import LISTS, in_folder
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
-from jaxthd.files.jsonl import append_line, keep_lines, naming
+from jaxthd.files.jsonl import append_line, keep_lines, naming, read_lines
 from jaxthd.inference.generator import Answer
 from jaxthd.inference.wer import Errors, errors_of
 from jaxthd.run.evaluations import changed_lines
+from jaxthd.run.report import SAMPLES, one_line
 
 Line = dict[str, Any]
 ITEM = "item"
@@ -169,6 +170,16 @@ class PreferenceFiles:
         """Lists an item that cannot be used."""
         self._skipped.add(self._manifest, key, reason)
 
+    def counts(self) -> str:
+        """The numbers so far, for a line on progress."""
+        without = self._all_right + self._all_wrong
+        text = f"{self.pairs:,} pairs  {without:,} without spread  {self._skipped.total:,} skipped"
+        if self.pairs:
+            text += (
+                f"  WER {self._chosen / self.pairs:.1%} chosen, {self._rejected / self.pairs:.1%} rejected"
+            )
+        return text
+
     def summary(self) -> str:
         """Counts of pairs, and of items without spread."""
         without, items = self._all_right + self._all_wrong, len(self.done)
@@ -215,6 +226,18 @@ class PreferenceFiles:
                 f"{self.path} was made with other settings:{lines}\nNothing is overwritten; expected "
                 "the same settings, to continue it, or a new file: choose another --out"
             )
+
+
+def pair_lines(path: Path) -> list[str]:
+    """The first pairs of the file, for a report."""
+    pairs = [line for line in read_lines(path) if ITEM in line][:SAMPLES]
+    found = ["\nPairs (what was chosen, what was rejected, with their word error rates)"] * bool(pairs)
+    for line in pairs:
+        for side in ("chosen", "rejected"):
+            found.append(
+                f"  {' ' * 2 * (side != 'chosen')}{line[f'{side}_wer']:6.1%}  {one_line(line[side], 80)}"
+            )
+    return found
 
 
 def _kept(path: Path) -> list[dict[str, Any]]:

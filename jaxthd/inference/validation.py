@@ -11,9 +11,9 @@ from jaxthd.config import ValidationSet
 from jaxthd.data.dataset import SpeechData
 from jaxthd.inference.evaluator import Evaluator
 from jaxthd.inference.preference_evaluator import PreferenceEvaluator
+from jaxthd.objectives.metric import VALIDATION
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows
-from jaxthd.run.metrics import VALIDATION
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState, averaged

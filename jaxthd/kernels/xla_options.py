@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.paths import user_cache
+from jaxthd.kernels.programs import Program
 
 Value = bool | int | str
 
@@ -115,7 +116,7 @@ def _cpu_kind(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     return f"cpu-{digest}" if facts else ""
 
 
-def jit_for(config: Config, mesh: Mesh, function: Any, **options: Any) -> Any:
-    """jax.jit with compiler_options."""
+def jit_for(config: Config, mesh: Mesh, function: Any, **options: Any) -> Program:
+    """jax.jit with compiler_options, which counts its programs."""
     platform = mesh.devices.flat[0].platform
-    return jax.jit(function, compiler_options=compiler_options(config, platform), **options)
+    return Program(jax.jit(function, compiler_options=compiler_options(config, platform), **options))

@@ -3,6 +3,9 @@
 from jaxthd.objectives.dpo import DPO as DPO
 from jaxthd.objectives.grpo import GRPO as GRPO
 from jaxthd.objectives.kto import KTO as KTO
+from jaxthd.objectives.metric import Curve as Curve
+from jaxthd.objectives.metric import Metric as Metric
+from jaxthd.objectives.metric import Panel as Panel
 from jaxthd.objectives.objective import LOSS as LOSS
 from jaxthd.objectives.objective import OLD as OLD
 from jaxthd.objectives.objective import REFERENCE as REFERENCE

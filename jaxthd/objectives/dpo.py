@@ -12,6 +12,7 @@ from jax import Array
 from jaxtyping import Bool, Float
 
 from jaxthd.files.options import check_number, refuse
+from jaxthd.objectives.metric import VALIDATION, Curve, Metric, Panel
 from jaxthd.objectives.objective import LOSS, REFERENCE, Objective, Tokens
 
 PREFERENCE = "preference"
@@ -27,6 +28,20 @@ class _Answer(NamedTuple):
     log_probs: Float[Array, "R D"]
     rewards: Float[Array, "R D"]
     tokens: Float[Array, "R D"]
+
+
+_SIDES = ("chosen", "desired"), ("rejected", "undesired")
+REWARDS = Panel(
+    "Rewards",
+    "gain over the reference, nats times beta",
+    tuple(Curve(f"rewards_{name}", name) for names in _SIDES for name in names),
+)
+LOG_PROBS = Panel(
+    "Log-probability of an answer",
+    "nats",
+    tuple(Curve(f"log_probs_{name}", name) for names in _SIDES for name in names),
+)
+"""Panels of objectives that tell good answers from bad ones."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +60,85 @@ class DPO(Objective):
       label_smoothing as above.
 
     A document is a pair: its two answers are told apart by PREFERENCE. One that lacks either counts nothing.
-    Metrics are means over pairs: preference_loss; accuracy, the share of pairs with d > 0; margin, beta d;
-    rewards_chosen and rewards_rejected, beta r; log_probs_chosen and log_probs_rejected, sums of log p. Only
-    sft_loss is a mean over tokens. TRL's rewards are of sums even where its loss is of means.
+    Metrics are means over pairs, but sft_loss, which is one over tokens. TRL's rewards are of sums even where
+    its loss is of means.
     """
 
     is_policy: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            LOSS,
+            "",
+            "the loss that trains: preference_loss, plus sft_weight times sft_loss",
+            text="{:.4f}",
+            odd="It begins at ln 2 = 0.693, plus the likelihood's part, where loss is sigmoid.",
+            shown="progress",
+        ),
+        Metric(
+            "accuracy",
+            "share",
+            "pairs whose chosen answer gained more over the reference policy than the rejected one",
+            text="{:.1%}",
+            odd="By chance in the first step, in which nothing has been gained. Soon 100%: the pairs are "
+            "learned by heart; look at validation_preference_accuracy.",
+            shown="progress",
+            is_noisy=True,
+        ),
+        Metric(
+            "margin",
+            "nats",
+            "mean of the chosen answer's reward less the rejected one's, both times beta",
+            text="{:.3f}",
+            odd="It should rise. If it does not: raise train.learning_rate or train.steps.",
+            shown="progress",
+            is_noisy=True,
+        ),
+        Metric("preference_loss", "", "the loss without the likelihood's part"),
+        Metric(
+            "sft_loss",
+            "nats a token",
+            "mean negative log-likelihood of the tokens of chosen answers",
+            odd="It rises: chosen answers become less likely too; set sft_weight.",
+        ),
+        Metric("rewards_chosen", "nats", "mean of the chosen answers' rewards, times beta"),
+        Metric(
+            "rewards_rejected",
+            "nats",
+            "mean of the rejected answers' rewards, times beta",
+            odd="If both fall far, the policy forgets what it had learned: raise beta or sft_weight.",
+        ),
+        Metric("log_probs_chosen", "nats an answer", "mean log-probability of the chosen answers"),
+        Metric("log_probs_rejected", "nats an answer", "mean log-probability of the rejected answers"),
+    )
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel(
+            "Preference loss",
+            "mean over pairs",
+            (
+                Curve("preference_loss", "training"),
+                Curve(f"{VALIDATION}preference_loss", "held out"),
+            ),
+        ),
+        Panel(
+            "Accuracy",
+            "share of pairs that are ranked rightly",
+            (Curve("accuracy", "training"), Curve(f"{VALIDATION}preference_accuracy", "held out")),
+            "share",
+        ),
+        REWARDS._replace(
+            curves=(
+                *REWARDS.curves,
+                Curve("margin", "margin"),
+                Curve(f"{VALIDATION}preference_margin", "held-out margin"),
+            )
+        ),
+        Panel(
+            "Likelihood of answers",
+            "nats a token",
+            (Curve("sft_loss", "chosen answers"), Curve(f"{VALIDATION}loss", "held-out transcripts")),
+        ),
+        LOG_PROBS,
+    )
 
     loss: DPOLoss = "sigmoid"
     beta: float = 0.1

@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.files.options import check_number, refuse
+from jaxthd.objectives.metric import Curve, Metric, Panel
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
 
 ADVANTAGE = "advantage"
@@ -54,15 +55,58 @@ class GRPO(Objective):
     - "cispo": -A clip(rho, ...) log p, without a gradient through the ratio (MiniMax-M1, 2025). TRL's
       epsilon_high is the bound itself, here 1 + clip_high, and it has no lower bound, here clip_low=1.
 
-    Metrics: kl; clipped_low and clipped_high, shares of tokens whose ratio lies outside where that costs them
-    their gradient; ratio; entropy, the mean of -log p, which estimates the policy's entropy where answers are
-    drawn from all of its softmax; logprob_difference_mean, of |log p_old - log p| between training and
-    drawing (RECORDED); correction, of the weights. Each is a mean over all supervised tokens. And the largest
-    of all
-    tokens: ratio_max, inverse_ratio_max (1 / the smallest ratio), logprob_difference.
+    Metrics are means over all supervised tokens, and extremes of these.
     """
 
     is_policy: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(
+            LOSS,
+            "",
+            "the loss that trains; its value tells nothing, since advantages of a group add up to 0",
+            text="{:.4f}",
+        ),
+        Metric(
+            "kl",
+            "nats a token",
+            "divergence of the policy from the reference, not with beta_kl 0",
+            text="{:.4f}",
+            odd="It grows without the reward: raise beta_kl, or lower train.learning_rate.",
+            shown="progress",
+        ),
+        Metric("clipped_low", "share", "tokens that lose their gradient because their ratio is too small"),
+        Metric(
+            "clipped_high",
+            "share",
+            "tokens that lose their gradient because their ratio is too large",
+            odd="Large: make fewer updates a step, or lower train.learning_rate.",
+        ),
+        Metric("ratio", "ratio", "mean of rho, the tokens' probabilities over those before the step"),
+        Metric(
+            "ratio_max",
+            "ratio",
+            "the largest of these",
+            odd="1 in a step's first update; far from 1 later: lower train.learning_rate.",
+        ),
+        Metric("inverse_ratio_max", "ratio", "1 / the smallest of these"),
+        Metric("correction", "", "mean of the weights of correction, where that is not none"),
+    )
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel(
+            "Policy",
+            "KL to the reference, nats a token",
+            (Curve("kl"),),
+            "linear",
+            "entropy, nats a token",
+            (Curve("entropy"),),
+        ),
+        Panel(
+            "Clipping",
+            "share of tokens without a gradient",
+            (Curve("clipped_low", "ratio too small"), Curve("clipped_high", "ratio too large")),
+            "share",
+        ),
+    )
 
     loss: Surrogate = "clip"
     ratio: Ratio = "token"

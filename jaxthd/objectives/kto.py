@@ -12,7 +12,8 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.files.options import check_number
-from jaxthd.objectives.dpo import PREFERENCE
+from jaxthd.objectives.dpo import LOG_PROBS, PREFERENCE, REWARDS
+from jaxthd.objectives.metric import LIKELIHOOD, VALIDATION, Curve, Metric, Panel
 from jaxthd.objectives.objective import LOSS, OLD, REFERENCE, Objective, Tokens
 
 KLOf = Literal["answers", "mismatched", "none"]
@@ -32,11 +33,53 @@ class KTO(Objective):
     computed before the gradient, from the log-probabilities of the policy before the update (OLD), which are
     the same numbers. The step scores the batch with the policy once more for that.
 
-    Metrics: kl, that is z; rewards_desired, rewards_undesired, beta r; log_probs_desired and
-    log_probs_undesired, sums of log p. Each is a mean over the answers it names.
+    Each metric is a mean over the answers that it names.
     """
 
     is_policy: ClassVar[bool] = True
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(LOSS, "", "the loss that trains", text="{:.4f}", shown="progress"),
+        *(
+            Metric(
+                f"rewards_{side}",
+                "nats",
+                f"mean of the {side} answers' rewards, times beta",
+                text="{:.3f}",
+                odd="If both fall far, the policy forgets what it had learned: raise beta.",
+                shown="progress",
+                is_noisy=True,
+            )
+            for side in ("desired", "undesired")
+        ),
+        Metric(
+            "kl",
+            "nats",
+            "z, the estimate of the divergence from the reference that rewards are compared with",
+            odd="0 for long: the policy has not moved, or it makes the answers less likely on average.",
+        ),
+        Metric("log_probs_desired", "nats an answer", "mean log-probability of the desired answers"),
+        Metric("log_probs_undesired", "nats an answer", "mean log-probability of the undesired answers"),
+    )
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel(
+            "Loss",
+            "mean over answers",
+            (Curve(LOSS, "training"), Curve(f"{VALIDATION}preference_loss", "held out")),
+        ),
+        REWARDS,
+        Panel(
+            "Held-out pairs",
+            "share of pairs that are ranked rightly",
+            (Curve(f"{VALIDATION}preference_accuracy", "accuracy"),),
+            "share",
+            "margin, nats times beta",
+            (Curve(f"{VALIDATION}preference_margin", "margin"),),
+            "linear",
+        ),
+        Panel("Divergence", "nats, estimated", (Curve("kl"),), "from zero"),
+        LOG_PROBS,
+        LIKELIHOOD,
+    )
 
     beta: float = 0.1
     desired_weight: float = 1.0

@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from jaxthd.objectives.metric import LIKELIHOOD, Curve, Metric, Panel
 from jaxthd.packing.batch import Batch
 
 LOSS = "loss"
@@ -136,6 +137,18 @@ class Objective(ABC):
     """Whether the model is a policy, whose answers are compared: its forward pass is that of evaluation
     (stored batch statistics, no dither, no SpecAugment, routers' biases as they are), and its
     log-probabilities are those at rollout.temperature."""
+
+    metrics: ClassVar[tuple[Metric, ...]] = (
+        Metric(LOSS, "", "the objective's loss", text="{:.4f}", shown="progress"),
+    )
+    """Its numbers as people see them: "loss", and its sums by their names. Those that are shown in
+    "progress" begin the line of a step. One without an entry is in the files alone."""
+    panels: ClassVar[tuple[Panel, ...]] = (
+        Panel("Loss", "the objective's", (Curve(LOSS, "training"),)),
+        LIKELIHOOD,
+    )
+    """The panels of curves.png about it, which come first. Panels of all runs follow: validation,
+    optimization, speed."""
 
     @property
     def extras(self) -> tuple[str, ...]:

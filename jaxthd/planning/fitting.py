@@ -78,7 +78,7 @@ def _with(config: Config, remat: Literal["none", "selective", "full"]) -> Config
 def _bytes_of(step: Any, state: TrainState, batch: Batch) -> int | None:
     """Bytes of a device that the step needs; None where the compiler finds that they are too many."""
     try:
-        return step_bytes(step.lower(state, batch).compile())
+        return step_bytes(step.compiled(state, batch))
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise

@@ -6,11 +6,15 @@ from typing import Any
 
 import jax
 
-from jaxthd.rl.groups import Collected, Collector
+from jaxthd.config import Config
+from jaxthd.kernels.programs import together
+from jaxthd.rl.display import drawing_display, drawn_lines
+from jaxthd.rl.groups import Collected, Collector, TrainedGroup
 from jaxthd.rl.held_out import HeldOut
 from jaxthd.rl.metrics import GRPOFacts, combined, grpo_line
 from jaxthd.rl.rewards.rewarder import Rewarder
 from jaxthd.rl.updates import Update, UpdateMaker
+from jaxthd.run.display import Display
 from jaxthd.run.metrics import StepFacts
 from jaxthd.run.supplier import Run, Say, Stepped, Supplier
 from jaxthd.steps.accumulation import AccumulatedStep
@@ -33,7 +37,13 @@ class AnswerSupplier(Supplier):
         self._update = AccumulatedStep(run.blueprint, run.mesh)
         self._prompts = run.data.prompts()
         self._collect = Collector(config, run.mesh, self._prompts, self._rewarder)
+        self._drawn: list[TrainedGroup] = []  # in the latest step
         self._held_out = HeldOut(config, run.data, self._collect, self._rewarder, run.outputs)
+
+    @staticmethod
+    def display(config: Config) -> Display:
+        """The display of rewards and answers."""
+        return drawing_display(config)
 
     def get_state(self) -> dict[str, Any]:
         """The position in the prompts."""
@@ -65,7 +75,7 @@ class AnswerSupplier(Supplier):
         # --- measure ---
         ended = time.perf_counter()
         seconds = collected.seconds | {"scoring": training - scoring, "training": ended - training}
-        programs = sum(x.compilations for x in (self._collect.rollouts, self._make_updates, self._update))
+        programs = together(x.programs for x in (self._collect.rollouts, self._make_updates, self._update))
         skipped = run.data.skipped.total
         facts = StepFacts(step, None, combined(updates), ended - began, programs, skipped, run.mesh.size)
         line = grpo_line(GRPOFacts(collected, updates, seconds), results, facts)
@@ -76,6 +86,10 @@ class AnswerSupplier(Supplier):
     def held_out(self, state: TrainState, step: int) -> dict[str, float]:
         """The metrics of HeldOut."""
         return self._held_out(state, step)
+
+    def end(self) -> list[str]:
+        """Answers of the last step, for the report."""
+        return drawn_lines(self._drawn)
 
     def close(self) -> None:
         """Ends the processes that compute rewards."""
@@ -90,6 +104,7 @@ class AnswerSupplier(Supplier):
             account.move(collected.seconds["reward"], "reward_wait")
         outputs.append_lines("rollouts.jsonl", (x for group in collected.drawn for x in group.lines(step)))
         outputs.append_lines("failures.jsonl", (group.failure_line(step) for group in collected.failed))
+        self._drawn = collected.drawn
         return collected
 
     def _updated(self, state: TrainState, updates: Sequence[Update]) -> tuple[TrainState, list[Any]]:

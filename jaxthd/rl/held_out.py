@@ -9,10 +9,10 @@ import numpy as np
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
 from jaxthd.inference.wer import make_normaliser
+from jaxthd.objectives.metric import VALIDATION, Metric, measured
 from jaxthd.rl.groups import Collector
 from jaxthd.rl.rewards.group import Rewarded
 from jaxthd.rl.rewards.rewarder import Rewarder
-from jaxthd.run.metrics import VALIDATION, Metric, measured
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.steps.blueprint import Tree
 from jaxthd.steps.state import TrainState, averaged
@@ -44,20 +44,24 @@ HELD_OUT_METRICS: list[Metric] = [
         "",
         "mean reward of the likeliest answers to the first rollout.validation_prompts held-out prompts",
         lambda x: _mean_reward(x.greedy),
+        "{:.3f}",
         odd="It falls while reward rises: the policy learns the training prompts by heart, or the draws. "
         "train.best_by reward keeps the best checkpoint.",
+        shown="progress",
     ),
     Metric(
         "reward_drawn",
         "",
         "mean reward of rollout.group_size answers that are drawn to each of these prompts",
         lambda x: _mean_reward(x.drawn),
+        "{:.3f}",
     ),
     Metric(
         "reward_best",
         "",
         "mean over these prompts of the best reward in the group",
         lambda x: _mean_reward(x.drawn, best=True),
+        "{:.3f}",
         odd="Close to reward_drawn: all answers to a prompt are alike, and teach little.",
     ),
     Metric(
@@ -74,6 +78,7 @@ HELD_OUT_METRICS: list[Metric] = [
         "drawn answers that equal the reference after train.normaliser, over the prompts that have one",
         lambda x: float(np.mean(x.right)) if len(x.right) else None,
         "{:.1%}",
+        shown="summary",
     ),
     Metric(
         "pass_at_k",
@@ -82,6 +87,7 @@ HELD_OUT_METRICS: list[Metric] = [
         lambda x: float(np.any(x.right, axis=1).mean()) if len(x.right) else None,
         "{:.1%}",
         odd="Close to pass_at_1: nothing is left to find by drawing.",
+        shown="summary",
     ),
 ]
 """Metrics of the validation of jaxthd grpo, where rollout.validation_prompts is not 0."""

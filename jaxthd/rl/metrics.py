@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxthd.data.loader import BatchReport
+from jaxthd.objectives.metric import Metric, measured
 from jaxthd.rl.groups import Collected
 from jaxthd.rl.rewards.advantages import reward_metrics
 from jaxthd.rl.updates import Update
-from jaxthd.run.metrics import Metric, StepFacts, measured, metrics_line
+from jaxthd.run.metrics import StepFacts, metrics_line
 
 
 class GRPOFacts(NamedTuple):
@@ -100,6 +101,58 @@ GRPO_METRICS: list[Metric] = [
 ]
 """Metrics of every step of jaxthd grpo, besides those of its updates and of its rewards."""
 
+REWARD_METRICS: list[Metric] = [
+    Metric(
+        "reward",
+        "",
+        "mean of the rewards of all answers drawn, each the weighted sum of all functions",
+        text="{:.3f}",
+        odd="Each step has other prompts, so it is noisy: compare means over tens of steps.",
+        shown="progress",
+        is_noisy=True,
+    ),
+    Metric("reward_std", "", "standard deviation of the rewards of all answers"),
+    Metric(
+        "reward_spread",
+        "",
+        "mean over the groups of the standard deviation inside a group",
+        odd="Near 0: the answers to a prompt are all as good; nothing is learned from them.",
+    ),
+    Metric(
+        "no_spread",
+        "share",
+        "groups whose rewards are all equal",
+        odd="Over 0.7: prompts are too easy or too hard. Raise rollout.dynamic_sampling, the temperature or "
+        "rollout.group_size.",
+    ),
+    Metric(
+        "reward_failures",
+        "prompts",
+        "groups without rewards",
+        odd="failures.jsonl lists them with their reasons.",
+    ),
+    Metric(
+        "answer_tokens",
+        "tokens",
+        "mean length of an answer, its end included",
+        text="{:.1f}",
+        odd="It falls or grows without end: the reward is easier to get for such answers.",
+        shown="progress",
+        is_noisy=True,
+    ),
+    Metric("answer_tokens_max", "tokens", "the longest answer"),
+    Metric(
+        "cut_off",
+        "share",
+        "answers that did not end by themselves",
+        text="{:.1%}",
+        odd="Raise rollout.max_new_tokens, or punish length (the reward overlong).",
+        shown="summary",
+        is_noisy=True,
+    ),
+]
+"""Metrics of a step's rewards (jaxthd.rl.rewards.advantages.reward_metrics)."""
+
 
 def grpo_line(facts: GRPOFacts, results: Sequence[Any], step: StepFacts) -> dict[str, Any]:
     """A step's line of metrics.jsonl; without metrics of updates where nothing was left to train on.
@@ -110,7 +163,8 @@ def grpo_line(facts: GRPOFacts, results: Sequence[Any], step: StepFacts) -> dict
     rewards = reward_metrics([group.rewarded for group in facts.collected.drawn])
     own = rewards | measured(GRPO_METRICS, facts)
     if not results:
-        return {"step": step.step, "step_seconds": step.seconds, **own}
+        counts = {"compilations": step.programs.made, "cached_compilations": step.programs.read}
+        return {"step": step.step, "step_seconds": step.seconds, **counts, **own}
     tokens = [x.report.supervised_tokens for x in facts.updates if not x.is_empty]
     return metrics_line(step._replace(results=_mean(results, tokens * (len(results) // len(tokens))))) | own
 

@@ -19,6 +19,7 @@ from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.inference.drawing import Drawing, Progress, for_drawing, random_bits
 from jaxthd.inference.generator import check_sampling
+from jaxthd.kernels.programs import ProgramCount
 from jaxthd.ops.sampling import Sampling, make_sampling
 from jaxthd.packing.document import Document
 from jaxthd.packing.fit import BufferLimits
@@ -110,9 +111,9 @@ class Rollouts:
         return make_sampling(*how, self.config.compute.dtype)
 
     @property
-    def compilations(self) -> int:
-        """Number of programs compiled so far: three for any use."""
-        return self._drawing.compilations
+    def programs(self) -> ProgramCount:
+        """The programs so far: three for any use."""
+        return self._drawing.programs
 
     def draw(
         self, params: Tree, buffers: Tree, prompts: Sequence[Document], **settings: Any

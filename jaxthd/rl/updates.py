@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.data.packer import pack_documents
 from jaxthd.errors import UserError
+from jaxthd.kernels.programs import ProgramCount
 from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
 from jaxthd.objectives.objective import OLD
 from jaxthd.packing.batch import Batch, concatenate_rows
@@ -71,9 +72,10 @@ class UpdateMaker:
         self._difference = jax.jit(_difference, out_shardings=everywhere)
 
     @property
-    def compilations(self) -> int:
-        """Programs compiled so far for the policy's log-probabilities."""
-        return self._scores._cache_size()
+    def programs(self) -> ProgramCount:
+        """The programs so far for the policy's log-probabilities."""
+        found: ProgramCount = self._scores.count
+        return found
 
     def __call__(self, state: TrainState, documents: Sequence[Document]) -> list[Update]:
         rollout = self._config.rollout

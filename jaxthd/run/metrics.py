@@ -1,17 +1,17 @@
-"""The metrics of a run: each is one entry in a table, with its name, its unit and how it is derived.
+"""The metrics of every run: each is one entry in a table, with its name, its unit and how it is derived.
 
 To add one, write a Metric and add it to STEP_METRICS or VALIDATION_METRICS: it is then in metrics.jsonl and
-in TensorBoard. In a metrics line, names of validation metrics begin with "validation_".
+in TensorBoard. In a metrics line, names of validation metrics begin with "validation_". What an objective
+measures is described there (Objective.metrics).
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from jaxthd.data.loader import BatchReport
-
-Number = float | int
-VALIDATION = "validation_"
+from jaxthd.kernels.programs import ProgramCount
+from jaxthd.objectives.metric import Metric, Number, measured
 
 
 class StepFacts(NamedTuple):
@@ -19,7 +19,7 @@ class StepFacts(NamedTuple):
 
     results: StepMetrics (jaxthd.steps.training) of Python numbers. report: what its batch held.
     seconds: wall time of the step.
-    compilations: programs compiled so far for the training step.
+    programs: those of the training step so far.
     skipped_documents: so far in the run.
     devices: of the mesh. flops: what the step's documents ask for (jaxthd.planning.model_flops), None where
     that is unknown. peak_flops: most that a device can do in a second, None where that is unknown.
@@ -29,7 +29,7 @@ class StepFacts(NamedTuple):
     results: Any
     report: BatchReport
     seconds: float
-    compilations: int
+    programs: ProgramCount
     skipped_documents: int
     devices: int = 1
     flops: float | None = None
@@ -52,21 +52,6 @@ class ValidationFacts(NamedTuple):
     word_error_rate: float
 
 
-class Metric(NamedTuple):
-    """value: derives it from StepFacts or ValidationFacts; None where it was not measured.
-
-    text: how it is written for people, in str.format's language. odd: what to do where it is not as it should
-    be. docs/metrics.md is made of these (scripts/write_reference.py).
-    """
-
-    name: str
-    unit: str
-    meaning: str
-    value: Callable[[Any], Number | None]
-    text: str = "{:,.6g}"
-    odd: str = ""
-
-
 def _utilisation(x: StepFacts) -> float | None:
     if x.flops is None or x.peak_flops is None:
         return None
@@ -81,12 +66,10 @@ def _audio_padding(x: StepFacts) -> float | None:
 STEP_METRICS: list[Metric] = [
     Metric(
         "loss",
-        "nats a supervised token",
-        "mean negative log-likelihood of the step's supervised tokens",
+        "",
+        "the loss that trains: that of train.objective, see below",
         lambda x: x.results.loss,
         "{:.4f}",
-        odd="If it does not fall in the first hundred steps, compare with configs/first_run.py; if it "
-        "jumps, look at grad_norm and lower train.learning_rate.",
     ),
     Metric(
         "grad_norm",
@@ -116,9 +99,18 @@ STEP_METRICS: list[Metric] = [
     Metric(
         "compilations",
         "programs",
-        "programs compiled for the training step since the command started; 1 is expected",
-        lambda x: x.compilations,
+        "programs made for the training step since the command started, those from the cache included; 1 is "
+        "expected, and with jaxthd grpo several, in its first step alone",
+        lambda x: x.programs.made,
         odd="More than that: batches have other shapes, which costs a compilation each.",
+    ),
+    Metric(
+        "cached_compilations",
+        "programs",
+        "of these, those that were read from the cache on disk (JAX_COMPILATION_CACHE_DIR), not compiled",
+        lambda x: x.programs.read,
+        odd="0 where a run is continued on the same machine with the same settings: the cache's folder does "
+        "not stay.",
     ),
     Metric(
         "skipped_documents",
@@ -283,7 +275,7 @@ _CAUSES = {
         "More than stepping: raise rollout.answers_at_once, or draw on another mesh (rollout.mesh).",
     ),
     "compiling": (
-        "tracing and compiling, of all programs",
+        "tracing and compiling, of all programs, or reading them from the cache",
         "A large share: set JAX_COMPILATION_CACHE_DIR to a folder that stays.",
     ),
     "data_wait": (
@@ -353,6 +345,7 @@ PREFERENCE_METRICS: list[Metric] = [
         lambda x: x.loss,
         "{:.4f}",
         odd="It rises while loss falls: the training pairs are learned by heart. See train.best_by.",
+        shown="summary",
     ),
     Metric(
         "preference_accuracy",
@@ -361,12 +354,15 @@ PREFERENCE_METRICS: list[Metric] = [
         lambda x: x.accuracy,
         "{:.1%}",
         odd="0 before training, where all rewards are equal.",
+        shown="progress",
     ),
     Metric(
         "preference_margin",
         "nats",
         "mean of the chosen answer's reward less the rejected one's, both times beta",
         lambda x: x.margin,
+        "{:.3f}",
+        shown="summary",
     ),
     Metric(
         "preference_documents",
@@ -387,6 +383,7 @@ VALIDATION_METRICS: list[Metric] = [
         "{:.4f}",
         odd="It rises while the training loss falls: the model learns the training set by heart. "
         "Stop, or use more data, data.spec_augment, or a lower rate.",
+        shown="summary",
     ),
     Metric(
         "accuracy",
@@ -396,6 +393,7 @@ VALIDATION_METRICS: list[Metric] = [
         "{:.1%}",
         odd="It is given the true tokens before, so it can be high while wer is bad: answers drift or "
         "do not end.",
+        shown="summary",
     ),
     Metric(
         "documents",
@@ -413,6 +411,7 @@ VALIDATION_METRICS: list[Metric] = [
         lambda x: None if math.isnan(x.word_error_rate) else x.word_error_rate,
         "{:.1%}",
         odd="Over 1: answers are longer than the references; see hypotheses.jsonl.",
+        shown="summary",
     ),
     Metric(
         "cut_off",
@@ -424,12 +423,6 @@ VALIDATION_METRICS: list[Metric] = [
     ),
 ]
 """Metrics of every validation set, and of all of them: means over the sets, for documents the sum."""
-
-
-def measured(metrics: Iterable[Metric], facts: Any) -> dict[str, Number]:
-    """The metrics that have a value, by name. facts: what their functions take."""
-    found = ((metric.name, metric.value(facts)) for metric in metrics)
-    return {name: value for name, value in found if value is not None}
 
 
 def metrics_line(facts: StepFacts) -> dict[str, Any]:
@@ -445,17 +438,3 @@ def time_line(seconds: Mapping[str, float]) -> dict[str, Any]:
 def values(lines: Iterable[Mapping[str, Any]], name: str) -> list[tuple[int, Number]]:
     """(step, value) of each line in which the metric is, and is finite."""
     return [(x["step"], x[name]) for x in lines if math.isfinite(x.get(name, math.nan))]
-
-
-def shown(name: str, value: Number) -> str:
-    """A metric of a metrics line, with its name, for people: "validation_dev_wer" as "dev WER 12.5%"."""
-    own = name.removeprefix(VALIDATION)
-    table = [*PREFERENCE_METRICS, *VALIDATION_METRICS] if own != name else STEP_METRICS
-    metric = next((x for x in table if f"_{own}".endswith(f"_{x.name}")), None)
-    return (metric.text if metric else "{:,.6g}").format(value)
-
-
-def label(name: str) -> str:
-    """Its name for people: "dev WER" of "validation_dev_wer"."""
-    words = name.removeprefix(VALIDATION).split("_")
-    return " ".join(["WER" if word == "wer" else word for word in words])

@@ -13,7 +13,9 @@ from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line, keep_lines, read_lines
 from jaxthd.files.run_folder import flat
+from jaxthd.objectives.sft import SFT
 from jaxthd.parallel.processes import is_first
+from jaxthd.run.display import Display, display_of
 from jaxthd.run.goodput import TimeAccount
 from jaxthd.run.progress import Progress
 from jaxthd.run.trackers.background import BackgroundTracker
@@ -39,8 +41,9 @@ class Metrics(AbstractContextManager["Metrics"]):
     Of several processes process 0 does so; in the others nothing happens.
     last_step: of the restored checkpoint. Later lines are of a run that was cut off, and are removed; where
     it is 0, all are.
-    steps: the run's last step. trackers: names in TRACKERS (jaxthd.run.metrics_file) of what shows the
-    metrics too. settings: those of the run, for trackers, by their dotted names.
+    steps: the run's last step. display: how its metrics are shown; None: as those of SFT. trackers: names in
+    TRACKERS (jaxthd.run.metrics_file) of what shows the metrics too. settings: those of the run, for
+    trackers, by their dotted names.
     Raises OSError, naming the file, when metrics.jsonl cannot be written. A tracker never raises.
     """
 
@@ -50,11 +53,12 @@ class Metrics(AbstractContextManager["Metrics"]):
         last_step: int,
         steps: int,
         *,
+        display: Display | None = None,
         trackers: Sequence[str] = ("tensorboard",),
         settings: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         self._path, self._writes = workdir / FILE, is_first()
-        self._progress = Progress(steps)
+        self._progress = Progress(steps, display or display_of(SFT()))
         self._trackers: list[BackgroundTracker] = []
         if not self._writes:
             return
@@ -90,11 +94,15 @@ class Metrics(AbstractContextManager["Metrics"]):
             tracker.close(failed=error[0] is not None)
 
 
-def open_metrics(workdir: Path, last_step: int, config: Config, account: TimeAccount) -> Metrics:
+def open_metrics(
+    workdir: Path, last_step: int, config: Config, account: TimeAccount, display: Display
+) -> Metrics:
     """The Metrics of a run, whose account goes on from the lines that there are."""
     account.continued(workdir / FILE, last_step)
     train, settings = config.train, flat(asdict(config))
-    return Metrics(workdir, last_step, train.steps, trackers=train.trackers, settings=settings)
+    return Metrics(
+        workdir, last_step, train.steps, display=display, trackers=train.trackers, settings=settings
+    )
 
 
 def read_metrics(workdir: Path) -> list[dict[str, Any]]:
@@ -108,6 +116,20 @@ def read_metrics(workdir: Path) -> list[dict[str, Any]]:
         found = "holds no line" if path.exists() else "does not exist"
         raise UserError(f"{path} {found}; expected the metrics of a run: give its workdir")
     return lines
+
+
+def lost_text(workdir: Path, last_step: int) -> str:
+    """A sentence on the steps that ran after the checkpoint of `last_step`, and run again; "" for none.
+
+    Call it before open_metrics, which removes their lines.
+    """
+    lost = [line for line in read_lines(workdir / FILE) if line["step"] > last_step]
+    if not lost:
+        return ""
+    seconds = sum(line.get("step_seconds") or 0.0 for line in lost)
+    steps = f"steps {last_step + 1} to {lost[-1]['step']}" if len(lost) > 1 else f"step {lost[0]['step']}"
+    when = "after the checkpoint that is continued" if last_step else "before a checkpoint was saved"
+    return f"{len(lost)} step(s) are lost, {seconds:,.1f} s of work: {steps} ran {when}, and run again"
 
 
 def _null_is_nan(line: dict[str, Any]) -> dict[str, Any]:

@@ -15,26 +15,25 @@ from typing import Any
 
 from tqdm import tqdm
 
+from jaxthd.kernels.programs import ProgramCount
+from jaxthd.objectives.metric import VALIDATION, Metric, Number
+from jaxthd.run.display import Display, label
 from jaxthd.run.measured_by import by_validation
-from jaxthd.run.metrics import (
-    PREFERENCE_METRICS,
-    VALIDATION,
-    VALIDATION_METRICS,
-    Number,
-    label,
-    shown,
-    values,
-)
+from jaxthd.run.metrics import values
 from jaxthd.terminal.tables import aligned, clipped
 
 PLAIN_SECONDS = 5.0
 """Most seconds between plain progress lines."""
 EVERY_STEP = 10
 """First steps of a command that each get a plain progress line."""
+FILE_COLUMNS = 200
+"""Columns where there is no terminal: a table is not clipped in a log."""
 BAR = 12
 """Least columns of the live line's bar."""
 RECENT = 50
 """Steps whose median rate is shown."""
+OF_NOISY = 10
+"""Most steps at the beginning and the end of a run that a summary's means of noisy metrics are over."""
 
 
 class Progress:
@@ -42,11 +41,12 @@ class Progress:
 
     The time left is extrapolated from all steps of this command but the first, which compiles; validations
     and checkpoints between them count. Real tokens/s is the median of recent steps.
-    steps: the run's last step.
+    steps: the run's last step. display: how its metrics are shown.
     """
 
-    def __init__(self, steps: int) -> None:
-        self._steps = steps
+    def __init__(self, steps: int, display: Display) -> None:
+        self._steps, self._display = steps, display
+        self._held_out: dict[str, str] = {}  # the latest results of validation that the line of a step shows
         self._rates: deque[Number] = deque(maxlen=RECENT)
         self._first: tuple[int, float] | None = None  # number and end of this command's first step
         self._last_plain = -math.inf  # when the last plain line was written
@@ -55,10 +55,16 @@ class Progress:
     def step(self, line: Mapping[str, Any]) -> None:
         """Shows a metrics line, and the table of its validation results."""
         step, results = line["step"], {k: v for k, v in line.items() if k.startswith(VALIDATION)}
-        if "loss" in line:
+        if "step_seconds" in line:
             self._show(step, self._parts(line), now=bool(results))
         if results:
-            self.say(validation_table(step, results, _columns()))
+            self.say(validation_table(step, results, _columns(), self._display))
+            found = {name: results.get(f"{VALIDATION}{name}") for name in _leading(self._display.validation)}
+            self._held_out |= {
+                name: f"held-out {label(name)} {self._display.text(f'{VALIDATION}{name}', value)}"
+                for name, value in found.items()
+                if value is not None
+            }
 
     def say(self, text: str) -> None:
         """Prints a line of its own, which leaves the live line whole."""
@@ -75,23 +81,27 @@ class Progress:
 
     def _parts(self, line: Mapping[str, Any]) -> list[str]:
         """The parts of the line, the most important first."""
-        step, now = line["step"], time.monotonic()
-        self._rates.append(line["tokens_per_second"])
-        # The first step, which compiles, counts only as long as there is no other.
-        rate, left = median(list(self._rates)[1:] or self._rates), "?"
+        step, now, left = line["step"], time.monotonic(), "?"
+        if "tokens_per_second" in line:  # absent from a step that found nothing to train on
+            self._rates.append(line["tokens_per_second"])
         if self._first is None:
             self._first = step, now
         else:
             first, start = self._first
             left = tqdm.format_interval((now - start) / (step - first) * (self._steps - step))
-        return [
-            f"ETA {left}",
-            f"loss {line['loss']:.3f}",
-            f"gradient {line['grad_norm']:.3g}",
-            f"{rate:,.0f} real tokens/s",
-            f"padding {line['padding_ratio']:.1%}",
-            f"learning rate {line['learning_rate']:.2e}",
-        ]
+        leading = [name for name in _leading(self._display.steps) if name in line]
+        parts = [f"{label(name)} {self._display.text(name, line[name])}" for name in leading]
+        parts += self._held_out.values()
+        # The first step, which compiles, counts only as long as there is no other.
+        rates = list(self._rates)[1:] or list(self._rates)
+        common = {
+            "gradient {:.3g}": line.get("grad_norm"),
+            "{:,.0f} real tokens/s": median(rates) if rates else None,
+            "padding {:.1%}": line.get("padding_ratio"),
+            "learning rate {:.2e}": line.get("learning_rate"),
+        }
+        parts += [text.format(value) for text, value in common.items() if value is not None]
+        return [f"ETA {left}", *parts]
 
     def _show(self, step: int, parts: Sequence[str], *, now: bool) -> None:
         if sys.stdout.isatty():
@@ -129,17 +139,25 @@ def fitting(parts: Sequence[str], columns: int) -> str:
     return text
 
 
-def validation_table(step: int, results: Mapping[str, Any], columns: int) -> str:
+def _leading(metrics: Sequence[Metric]) -> list[str]:
+    """Names of those that the line of a step shows."""
+    return [metric.name for metric in metrics if metric.shown == "progress"]
+
+
+def validation_table(step: int, results: Mapping[str, Any], columns: int, display: Display) -> str:
     """Validation results of a metrics line as a table, a row for each set, at most so many columns wide."""
-    names = [metric.name for metric in (*PREFERENCE_METRICS, *VALIDATION_METRICS)]
+    shown = {metric.name: metric.shown for metric in display.validation}
+    names = list(shown)
     rows: dict[str, dict[str, str]] = {}
     for key, value in results.items():
         own = key.removeprefix(VALIDATION)
-        name = next((name for name in names if f"_{own}".endswith(f"_{name}")), own)
+        name = display.metric(key).name
         of_set = own.removesuffix(name).rstrip("_") or "all sets"
-        rows.setdefault(of_set, {})[name] = shown(key, value)
+        rows.setdefault(of_set, {})[name] = display.text(key, value)
     found = dict.fromkeys(chain(*rows.values()))
-    used = [name for name in names if name in found] + [name for name in found if name not in names]
+    # The most important first, since the others may not have room.
+    used = sorted((name for name in names if name in found), key=lambda name: shown[name] != "progress")
+    used += [name for name in found if name not in names]
     cells = [[clipped(of_set, 24), *(row.get(name, "-") for name in used)] for of_set, row in rows.items()]
     heads = ["set", *map(label, used)]
     if len(rows) == 1:
@@ -149,11 +167,12 @@ def validation_table(step: int, results: Mapping[str, Any], columns: int) -> str
 
 
 def _columns() -> int:
-    return shutil.get_terminal_size().columns
+    """The terminal's columns, or those of a file."""
+    return shutil.get_terminal_size((FILE_COLUMNS, 24)).columns
 
 
-def summary(lines: Sequence[Mapping[str, Any]]) -> str:
-    """A run in a few lines of text: its speed, and loss and validation results, first and last.
+def summary(lines: Sequence[Mapping[str, Any]], display: Display) -> str:
+    """A run in a few lines of text: its speed, and what it is trained and validated for, first and last.
 
     lines: as read_metrics returns them.
     """
@@ -163,20 +182,35 @@ def summary(lines: Sequence[Mapping[str, Any]]) -> str:
         ("padding_ratio", "padding {:.1%}"),
     ]
     counts = [
-        ("compilations", "{} compilation(s) of the step"),
         ("skipped_updates", "{} update(s) skipped"),
         ("skipped_documents", "{} document(s) skipped"),
     ]
     parts = [f"{lines[-1]['step']} steps"]
     parts += [text.format(median(v for _, v in found)) for k, text in speed if (found := values(lines, k))]
+    if programs := values(lines, "compilations"):
+        read = values(lines, "cached_compilations")
+        parts.append(ProgramCount(int(programs[-1][1]), int(read[-1][1]) if read else 0).text(" of the step"))
     parts += [text.format(found[-1][1]) for k, text in counts if (found := values(lines, k))]
     text = ", ".join(parts)
     validated = dict.fromkeys(k for line in lines for k in line if k.startswith(VALIDATION))
     newest = by_validation(lines)[-1]
     if newest[0] is not lines[0]:
         text += f"\n  validation has changed before step {newest[0]['step']}; its results since then:"
-    for name in ("loss", *(k for k in validated if k.endswith(("loss", "wer", "accuracy")))):
-        if found := values(newest if name in validated else lines, name):
+    in_order = sorted(validated, key=lambda name: display.metric(name).shown != "progress")
+    for name in (*dict.fromkeys(metric.name for metric in display.steps), *in_order):
+        metric = display.metric(name)
+        if metric.shown == "file":
+            continue
+        measured = [value for _, value in values(newest if name in validated else lines, name)]
+        if measured:
             kind = "validation " if name in validated else ""
-            text += f"\n  {kind}{label(name)} {shown(name, found[0][1])} -> {shown(name, found[-1][1])}"
+            text += f"\n  {kind}{label(name)} {_first_and_last(metric, measured)}"
     return text
+
+
+def _first_and_last(metric: Metric, found: Sequence[Number]) -> str:
+    """The first and the last value; of a noisy metric means of as many values at either end."""
+    over = max(1, min(OF_NOISY, len(found) // 2)) if metric.is_noisy else 1
+    first, last = (sum(some) / over for some in (found[:over], found[-over:]))
+    ends = f"{metric.text.format(first)} -> {metric.text.format(last)}"
+    return ends + f" (means of {over} steps)" * (over > 1)

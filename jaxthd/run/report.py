@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.config import Config
+from jaxthd.objectives.metric import VALIDATION
 from jaxthd.run.continuing import command_of
+from jaxthd.run.display import Display
 from jaxthd.run.progress import summary
 from jaxthd.terminal.tables import clipped, printable
 
@@ -19,16 +21,19 @@ def end_report(
     lines: Sequence[Mapping[str, Any]],
     hypotheses: Sequence[Mapping[str, Any]],
     *,
+    display: Display,
     parameters: str,
     skipped: str,
+    supplied: Sequence[str] = (),
     normalise: Callable[[str], str] = str.lower,
 ) -> str:
     """The report as text, a few lines for each part.
 
-    lines: of metrics.jsonl. hypotheses: of hypotheses.jsonl. parameters, skipped: as text; "" for none.
+    lines: of metrics.jsonl. hypotheses: of hypotheses.jsonl. display: how metrics are shown. parameters,
+    skipped: as text; "" for none. supplied: parts of the supplier (Supplier.end).
     normalise: what texts go through before they are compared.
     """
-    parts, is_done = [summary(lines)], lines[-1]["step"] >= config.train.steps
+    parts, is_done = [summary(lines, display)], lines[-1]["step"] >= config.train.steps
     if cut := sum(not x.get("ended", True) for x in hypotheses):
         most = config.train.max_new_tokens
         parts.append(
@@ -39,13 +44,15 @@ def end_report(
     if skipped:
         parts.append(f"  skipped: {skipped}")
     parts.append(f"\nTrained: {parameters}, on {', '.join(config.data.manifest)}")
-    parts += _samples(hypotheses, normalise)
+    parts += [*_samples(hypotheses, normalise), *supplied]
     picture = workdir / "curves.png"
     if picture.exists():
         parts += ["\nPictures", f"  {picture}: what it learned, and its speed, over the steps"]
+    validated = any(name.startswith(VALIDATION) for line in lines for name in line)
+    has_transcripts = bool(hypotheses) or bool(config.data.validation_sets and not validated)
     parts += [
         "\nNext",
-        f"  jaxthd evaluate {workdir}",
+        f"  jaxthd evaluate {workdir}" + " --data.validation-manifest FILE" * (not has_transcripts),
         f"  jaxthd generate {workdir}" + " --audio FILE" * (config.model.encoder is not None),
         f"  jaxthd {command_of(config)} {workdir}" + f" --train.steps {2 * config.train.steps}" * is_done,
         f"  jaxthd convert export {workdir} --out FOLDER",
@@ -65,18 +72,19 @@ def _samples(hypotheses: Sequence[Mapping[str, Any]], normalise: Callable[[str],
     ]
     wrong = [x for x in hypotheses if words(x["hypothesis"]) != words(x["reference"])]
 
-    def text(words: str, width: int) -> str:
-        """The text on one line without control characters, at most so many letters wide."""
-        return clipped(printable(" ".join(words.split())), width)
-
     found = []
     if right:
-        found += ["\nRight", *(f"  {text(x['reference'], 90)}" for x in right[:SAMPLES])]
+        found += ["\nRight", *(f"  {one_line(x['reference'], 90)}" for x in right[:SAMPLES])]
     if wrong:
         found.append("\nWrong (what was said, what was written)")
         for x in wrong[:SAMPLES]:
             found += [
-                f"  {text(x['reference'], 90)}",
-                f"    {text(x['hypothesis'], 88) or '(nothing)'}",
+                f"  {one_line(x['reference'], 90)}",
+                f"    {one_line(x['hypothesis'], 88) or '(nothing)'}",
             ]
     return found
+
+
+def one_line(text: str, width: int) -> str:
+    """The text on one line without control characters, at most so many letters wide."""
+    return clipped(printable(" ".join(text.split())), width)

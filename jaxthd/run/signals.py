@@ -1,7 +1,6 @@
 """Signals and the time limit ask a run to stop at a point from which it can be continued."""
 
 import os
-import select
 import signal
 import threading
 import time
@@ -10,6 +9,7 @@ from types import FrameType
 from typing import Any
 
 from jaxthd.data.child_process import OF_THE_RUN
+from jaxthd.files.unread_output import drop_unread_output
 from jaxthd.parallel.processes import exchange
 
 ALWAYS = (signal.SIGTERM, signal.SIGINT)
@@ -19,8 +19,6 @@ ignores SIGHUP, and a program of the user's own may handle any of them: then the
 STOPPED = os.EX_TEMPFAIL
 """Exit status of a run that has stopped before its last step, and that the same command continues: 75, which
 means "try again" in sysexits.h."""
-OUTPUTS = (1, 2)
-"""File descriptors of standard output and standard error."""
 READER_SECONDS = 0.1
 """The time in which the reader of a pipe, such as tee, ends of a signal that was sent to it too."""
 
@@ -69,15 +67,3 @@ class StopRequests(AbstractContextManager["StopRequests"]):
             time.sleep(READER_SECONDS)
         drop_unread_output()
         return reason
-
-
-def drop_unread_output() -> None:
-    """Leads standard output and error nowhere once nobody can read them: the terminal was closed, or the
-    reader of a pipe has ended. Otherwise the next line that is printed would raise OSError, and end the run.
-    """
-    for output in OUTPUTS:
-        poll = select.poll()
-        poll.register(output, 0)  # errors and hang-ups are always reported
-        if any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0)):
-            with open(os.devnull, "wb") as nowhere:
-                os.dup2(nowhere.fileno(), output)

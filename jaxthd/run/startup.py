@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.extend.backend
 
-from jaxthd.config import Config, MeshConfig
+from jaxthd.config import Config, MeshConfig, PostTrainingConfig, RolloutConfig, TrainConfig
 from jaxthd.data.text.tokenizer import needed_vocabulary
 from jaxthd.errors import UserError
 from jaxthd.kernels.choose import with_admitted
@@ -113,14 +113,22 @@ def prepared(config: Config) -> Config:
     return with_kernels(config)
 
 
-def check(config: Config, *, data_sets: bool = True) -> None:
+def check(config: Config, *, trains: bool = True) -> None:
     """Validates the config on this machine, and prints warnings. Raises UserError as `prepared` does.
 
-    data_sets: whether the config's data sets are read; else what it says about them is not checked.
+    trains: whether its data sets are read and its objective is trained for; else what it says about them is
+        not checked.
     """
-    if not data_sets:
+    if not trains:
         unread: dict[str, Any] = {"manifest": ("unread",), "weights": ()}
-        config = replace(config, data=replace(config.data, validation_manifest="", **unread))
+        plain = {name: getattr(TrainConfig(), name) for name in ("objective", "objective_options", "best_by")}
+        config = replace(
+            config,
+            data=replace(config.data, validation_manifest="", **unread),
+            train=replace(config.train, **plain),
+            rollout=RolloutConfig(),
+            posttraining=PostTrainingConfig(),
+        )
     for warning in validate(config, DeviceFacts.of_this_machine(needed_vocabulary(config))):
         _say(f"warning: {warning}")
 

@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
 from jaxthd.packing.batch import Batch
+from jaxthd.run.display import Display
 from jaxthd.run.goodput import TimeAccount
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.steps.blueprint import Blueprint
@@ -48,6 +49,11 @@ class Supplier(ABC):
     Made before the run's checkpoint is restored. Of several processes all call each method, equally often.
     """
 
+    @staticmethod
+    @abstractmethod
+    def display(config: Config) -> Display:
+        """Its metrics as people see them. Called without a run too, to draw its curves again."""
+
     @abstractmethod
     def get_state(self) -> dict[str, Any]:
         """Where the data goes on after the latest step, as JSON: the data position of a checkpoint."""
@@ -71,8 +77,9 @@ class Supplier(ABC):
         """Further validation metrics after a step, in the form of a metrics line."""
         return {}
 
-    def end(self) -> None:  # noqa: B027 - few have something to do
-        """Called after the last step, where the run was not ended by an error."""
+    def end(self) -> list[str]:
+        """Returns parts of the report. Called after the last step, where no error ended the run."""
+        return []
 
     def close(self) -> None:  # noqa: B027 - few have something to do
         """Ends what the supplier has started, such as threads."""

@@ -4,7 +4,6 @@ The counts of all batches come first, so every gradient is a share of the whole 
 on how the documents lie in buffers.
 """
 
-from collections.abc import Callable
 from functools import partial, reduce
 from typing import Any
 
@@ -12,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxthd.kernels.programs import ProgramCount, together
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import batch_specs, on_ranks
@@ -65,19 +65,18 @@ class AccumulatedStep:
 
         self._count = jit_for(config, mesh, counts)
         self._zeros = jit_for(config, mesh, zeros, out_shardings=on)
-        self._add: Callable[..., Gradient] = jit_for(config, mesh, add, donate_argnums=0, out_shardings=on)
+        self._add = jit_for(config, mesh, add, donate_argnums=0, out_shardings=on)
         self._next = jax.jit(lambda step: step + 1, out_shardings=NamedSharding(mesh, everywhere))
         after = state_shardings(blueprint, mesh), NamedSharding(mesh, everywhere)
-        self._update: Callable[..., tuple[TrainState, StepMetrics]] = jit_for(
-            config, mesh, update, donate_argnums=0, out_shardings=after
-        )
+        self._update = jit_for(config, mesh, update, donate_argnums=0, out_shardings=after)
 
     def __call__(self, state: TrainState, batches: list[Batch]) -> tuple[TrainState, StepMetrics]:
         counts = reduce(partial(jax.tree.map, jnp.add), map(self._count, batches))
         total = self._zeros(state, batches[0], counts)
         for batch in batches:
             total = self._add(total, state, batch, counts)
-        return self._update(state, total)
+        updated: tuple[TrainState, StepMetrics] = self._update(state, total)
+        return updated
 
     def nothing(self, state: TrainState) -> TrainState:
         """The state after an update without a document: its step is counted, and no weight moves."""
@@ -97,7 +96,6 @@ class AccumulatedStep:
         return {"gradient": add.lower(total, state, batch, counts), "update": update.lower(state, total)}
 
     @property
-    def compilations(self) -> int:
-        """Programs compiled so far."""
-        programs: tuple[Any, ...] = (self._count, self._zeros, self._add, self._update)
-        return sum(program._cache_size() for program in programs)
+    def programs(self) -> ProgramCount:
+        """The programs so far."""
+        return together(each.count for each in (self._count, self._zeros, self._add, self._update))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 from jax.sharding import Mesh, PartitionSpec
 
+from jaxthd.kernels.programs import Program
 from jaxthd.ops.cross_entropy import TokenScores
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import CONTEXT, DATA, batch_specs, on_ranks
@@ -53,7 +54,7 @@ def make_scoring_step(
 
     by_token: Any = PartitionSpec(DATA, CONTEXT)
     out_specs = TokenScores(by_token, by_token, by_token)
-    return jax.jit(on_ranks(rank, mesh, (*blueprint.specs, batch_specs()), out_specs))
+    return Program(jax.jit(on_ranks(rank, mesh, (*blueprint.specs, batch_specs()), out_specs)))
 
 
 @functools.lru_cache(maxsize=4)

@@ -7,12 +7,14 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxthd.config import Config
 from jaxthd.data.loader import BatchReport, whole_position
 from jaxthd.kernels.machine import peak_flops
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.mesh import local_rows, put_batch
 from jaxthd.planning.fitting import fitting_step
 from jaxthd.planning.model_flops import model_flops
+from jaxthd.run.display import Display, display_of
 from jaxthd.run.metrics import StepFacts, metrics_line
 from jaxthd.run.padding import PaddingWatch
 from jaxthd.run.supplier import Run, Say, Stepped, Supplier
@@ -43,6 +45,11 @@ class DocumentSupplier(Supplier):
         self._reference: CachedReference | None = None
         self._train_step: Any = None
         self._loader = run.data.training(local_rows(run.mesh, config.data.rows))
+
+    @staticmethod
+    def display(config: Config) -> Display:
+        """The display of a run on documents."""
+        return display_of(objective_of(config))
 
     def get_state(self) -> dict[str, Any]:
         """The position after the latest batch that was trained on, for all rows of all processes."""
@@ -77,7 +84,6 @@ class DocumentSupplier(Supplier):
         report = self._current.report
         on_mesh = self._with_scores(state, self._on_mesh) if self._with_scores else self._on_mesh
         if self._train_step is None:
-            self._say(f"step {step}: compiling the training step")
             self._train_step = fitting_step(run.blueprint, run.mesh, state, on_mesh, self._say)
         state, on_device = self._train_step(state, on_mesh)
         if step < run.config.train.steps:
@@ -89,7 +95,7 @@ class DocumentSupplier(Supplier):
             results,
             report,
             time.perf_counter() - began,
-            self._train_step._cache_size(),
+            self._train_step.count,
             run.data.skipped.total,
             run.mesh.size,
             self._flops_of and self._flops_of(report),

@@ -4,10 +4,11 @@ jaxthd train and jaxthd grpo differ in the supplier of their steps alone (jaxthd
 """
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 
@@ -18,24 +19,27 @@ from jaxthd.data.dataset import SpeechData
 from jaxthd.figures.curves import draw_curves
 from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import Difference
+from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.inference.validation import Validation
 from jaxthd.inference.wer import make_normaliser
+from jaxthd.kernels.programs import ProgramCount
 from jaxthd.models.adapt import split
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import is_first, require_same
 from jaxthd.planning.layout_choice import keep_layout, with_layout
 from jaxthd.planning.sizes import with_sizes
+from jaxthd.run.display import Display
 from jaxthd.run.goodput import TimeAccount, stored_seconds
 from jaxthd.run.measured_by import measured_by
 from jaxthd.run.metrics import time_line
-from jaxthd.run.metrics_file import open_metrics, read_metrics
+from jaxthd.run.metrics_file import lost_text, open_metrics, read_metrics
 from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.profile import profiled
 from jaxthd.run.report import end_report
 from jaxthd.run.signals import StopRequests
 from jaxthd.run.startup import prepared
-from jaxthd.run.supplier import Run, Supplier
+from jaxthd.run.supplier import Run, Say, Stepped, Supplier
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_refresh
@@ -46,6 +50,8 @@ from jaxthd.steps.state import (
     checkpoint_layout,
     device_layout,
 )
+
+StepFunction = Callable[[TrainState, int], tuple[TrainState, Stepped]]
 
 
 def run_training(
@@ -69,6 +75,7 @@ def run_training(
     given = with_sizes(config, workdir)
     config = prepared(with_layout(given, workdir))
     with ExitStack() as stack:
+        stack.enter_context(goes_on_unread())
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))
         require_same("the configuration", asdict(config))
@@ -79,11 +86,20 @@ def run_training(
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by, measured_by(config, data)))
         run = Run(config, Blueprint(config), make_mesh(config.mesh), data, outputs, account)
-        first, last = _train(run, supplied, held, checkpoints, stopping)
+        ended = _train(run, supplied, held, checkpoints, stopping)
         account.switch("saving")  # the last checkpoint is written while all is closed
-    if last > first and is_first():
-        _report(run, parameters_text(run.blueprint))
-    return last >= config.train.steps
+    if ended.display is not None and is_first():
+        _report(run, ended.display, ended.parts)
+    return ended.is_done
+
+
+class _Ended(NamedTuple):
+    """How a command's training has ended. is_done: whether the last step is done. display: how the metrics
+    are shown; None where there was nothing to do. parts: the supplier's, of the report."""
+
+    is_done: bool
+    display: Display | None = None
+    parts: Sequence[str] = ()
 
 
 def _train(
@@ -92,8 +108,8 @@ def _train(
     held: OpenedRun,
     checkpoints: Checkpoints,
     stopping: StopRequests,
-) -> tuple[int, int]:
-    """Returns the number of the last step before it began, and that of its own last step."""
+) -> _Ended:
+    """Trains, validates and saves, from the newest checkpoint on."""
     config, blueprint, mesh, data, outputs, account = run
     refresh, refresh_every = make_refresh(blueprint, mesh), config.posttraining.reference_every
     print(f"{parameters_text(blueprint)}; mesh (data, context, pipeline, tensor) = {config.mesh.sizes}")
@@ -109,9 +125,12 @@ def _train(
             print(f"continuing from step {first} in {outputs.path}")
         if first >= steps:
             print(f"{outputs.path} already holds step {first} of {steps}: nothing to do")
-            return first, first
+            return _Ended(is_done=True)
+        if lost := lost_text(outputs.path, first):
+            print(lost)
         changed = _changed_settings(held.keep(first), first)
-        metrics = stack.enter_context(open_metrics(outputs.path, first, config, account))
+        display = supplier.display(config)
+        metrics = stack.enter_context(open_metrics(outputs.path, first, config, account, display))
         non_finite = NonFiniteSteps(outputs, first, config.updates_of_a_step, metrics.say)
         stopping.listen()
         # Before anything is compiled: data without a usable item ends here.
@@ -122,8 +141,9 @@ def _train(
         account.switch("stepping")
         wanted, path = range(first + 1, steps + 1), outputs.path
         numbers = profiled(wanted, config.train, path, metrics.say, account.during)
+        next_step = _announced(supplier.step, first + 1, metrics.say, account)
         for step in stack.enter_context(numbers):
-            state, stepped = supplier.step(state, step)
+            state, stepped = next_step(state, step)
             if refresh_every and step % refresh_every == 0:
                 state = refresh(state)
             stopped = stopping()
@@ -140,8 +160,26 @@ def _train(
                 break
         if step < steps:
             metrics.say(f"stopped {stopped} after step {step}, which is saved: the same command continues")
-        supplier.end()
-    return first, step
+        parts = supplier.end()
+    return _Ended(step >= steps, display, parts)
+
+
+def _announced(step: StepFunction, first: int, say: Say, account: TimeAccount) -> StepFunction:
+    """The function; around the step `first` it says that programs are compiled, and then which were."""
+
+    def announced(state: TrainState, number: int) -> tuple[TrainState, Stepped]:
+        """Takes the step."""
+        if number != first:
+            return step(state, number)
+        say(f"step {number}: compiling its programs, or reading them from the cache")
+        before = account.seconds["compiling"]
+        state, stepped = step(state, number)
+        seconds, line = account.seconds["compiling"] - before, stepped.line
+        count = ProgramCount(line.get("compilations", 0), line.get("cached_compilations", 0))
+        say(f"step {number}: {count.text()} ({seconds:.1f} s)")
+        return state, stepped
+
+    return announced
 
 
 def _newest_state(run: Run, checkpoints: Checkpoints, supplier: Supplier) -> TrainState:
@@ -166,16 +204,18 @@ def _changed_settings(changes: Collection[Difference], step: int) -> dict[str, s
     return {"changed": text}
 
 
-def _report(run: Run, parameters: str) -> None:
+def _report(run: Run, display: Display, parts: Sequence[str]) -> None:
     """Draws curves.png, and writes and prints report.txt."""
     workdir, lines = run.outputs.path, read_metrics(run.outputs.path)
-    draw_curves(lines, workdir / "curves.png", stored_seconds(workdir))
+    draw_curves(lines, workdir / "curves.png", display, stored_seconds(workdir))
     text = end_report(
         workdir,
         run.config,
         lines,
         read_lines(workdir / "hypotheses.jsonl"),
-        parameters=parameters,
+        display=display,
+        supplied=parts,
+        parameters=parameters_text(run.blueprint),
         skipped=run.data.skipped_text(),
         normalise=make_normaliser(run.config.train.normaliser),
     )

@@ -1,18 +1,16 @@
 """The texts of docs/configuration.md (of jaxthd/config/) and docs/metrics.md (of jaxthd/run/metrics.py)."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 from jaxthd.config.listing import Setting, all_groups
+from jaxthd.objectives import OBJECTIVES
+from jaxthd.objectives.metric import VALIDATION, Metric
+from jaxthd.rl.display import of_function
 from jaxthd.rl.held_out import HELD_OUT_METRICS
-from jaxthd.rl.metrics import GRPO_METRICS
-from jaxthd.run.metrics import (
-    PREFERENCE_METRICS,
-    STEP_METRICS,
-    TIME_METRICS,
-    VALIDATION,
-    VALIDATION_METRICS,
-)
+from jaxthd.rl.metrics import GRPO_METRICS, REWARD_METRICS
+from jaxthd.run.metrics import PREFERENCE_METRICS, STEP_METRICS, TIME_METRICS, VALIDATION_METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"
 REFERENCE, METRICS = DOCS / "configuration.md", DOCS / "metrics.md"
@@ -41,12 +39,15 @@ its pattern, and a shell wants quotes around a star: `--model.llm.blocks.'*'.hea
 METRICS_HEAD = """\
 # Metrics
 
-<!-- Written by scripts/write_reference.py from jaxthd/run/metrics.py: change it there, and run that. -->
+<!-- Written by scripts/write_reference.py from jaxthd/run/metrics.py, jaxthd/rl/ and
+jaxthd/objectives/: change it there, and run that. -->
 
 A run writes a line of JSON for each step to `metrics.jsonl`; trackers have the same numbers under `train/`
-and `validation/`. The line on the terminal shows the time left, `loss`, `grad_norm` ("gradient"), the median
-of recent `tokens_per_second` ("real tokens/s"), `padding_ratio` and `learning_rate`, as many as it has room
-for. A metric that was not measured is absent; one that was not finite is `null`.
+and `validation/`. The line on the terminal shows the time left, what the run is trained for (`loss`; with
+`dpo` also `accuracy` and `margin`; with `jaxthd grpo` `reward`, `answer_tokens` and `kl`; and the newest of
+the same on held-out data), `grad_norm` ("gradient"), the median of recent `tokens_per_second` ("real
+tokens/s"), `padding_ratio` and `learning_rate`, as many as it has room for. A metric that was not measured is
+absent; one that was not finite is `null`.
 """
 OTHER_FIELDS = (
     ("step", "", "the optimizer's step; 0: a validation before training", ""),
@@ -59,36 +60,6 @@ OTHER_FIELDS = (
     ),
 )
 """Fields of a line that are no metrics: name, unit, meaning, what to do where it is odd."""
-
-
-REWARD_FIELDS = (
-    ("reward", "", "mean of the rewards of all answers drawn, each the weighted sum of all functions", ""),
-    ("reward_NAME", "", "mean of one function, not weighted", ""),
-    ("reward_std", "", "standard deviation of the rewards of all answers", ""),
-    (
-        "reward_spread",
-        "",
-        "mean over the groups of the standard deviation inside a group",
-        "Near 0: the answers to a prompt are all as good; nothing is learned from them.",
-    ),
-    (
-        "no_spread",
-        "share",
-        "groups whose rewards are all equal",
-        "Over 0.7: prompts are too easy or too hard. Raise rollout.dynamic_sampling, the temperature or "
-        "rollout.group_size.",
-    ),
-    ("reward_failures", "prompts", "groups without rewards", "failures.jsonl lists them with their reasons."),
-    ("answer_tokens", "tokens", "mean length of an answer, its end included", ""),
-    ("answer_tokens_max", "tokens", "the longest answer", ""),
-    (
-        "cut_off",
-        "share",
-        "answers that did not end by themselves",
-        "Raise rollout.max_new_tokens, or punish length (the reward overlong).",
-    ),
-)
-"""Metrics of a step's rewards (jaxthd/rl/rewards/advantages.py): name, unit, meaning, what to do."""
 
 
 def reference() -> str:
@@ -112,21 +83,16 @@ def metrics_reference() -> str:
     """The text of docs/metrics.md."""
     sections = {
         "Of every line": OTHER_FIELDS,
-        "Of every line: where the time went": [(x.name, x.unit, x.meaning, x.odd) for x in TIME_METRICS],
-        "Of every step": [(x.name, x.unit, x.meaning, x.odd) for x in STEP_METRICS],
-        "Of every step of jaxthd grpo": [
-            *((x.name, x.unit, x.meaning, x.odd) for x in GRPO_METRICS),
-            *REWARD_FIELDS,
-        ],
-        "Of every validation set": [
-            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in VALIDATION_METRICS
-        ],
-        "Of held-out preferences, in jaxthd train": [
-            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in PREFERENCE_METRICS
-        ],
-        "Of held-out prompts, in jaxthd grpo": [
-            (f"{VALIDATION}{x.name}", x.unit, x.meaning, x.odd) for x in HELD_OUT_METRICS
-        ],
+        "Of every line: where the time went": _rows(TIME_METRICS),
+        "Of every step": _rows(STEP_METRICS),
+        **{
+            f"Of every step with train.objective {name}": _rows(OBJECTIVES[name].metrics)
+            for name in ("sft", "dpo", "kto", "grpo")
+        },
+        "Of every step of jaxthd grpo": _rows([*REWARD_METRICS, of_function("NAME"), *GRPO_METRICS]),
+        "Of every validation set": _rows(VALIDATION_METRICS, VALIDATION),
+        "Of held-out preferences, in jaxthd train": _rows(PREFERENCE_METRICS, VALIDATION),
+        "Of held-out prompts, in jaxthd grpo": _rows(HELD_OUT_METRICS, VALIDATION),
     }
     lines = [METRICS_HEAD]
     for title, rows in sections.items():
@@ -139,7 +105,7 @@ def metrics_reference() -> str:
         "",
         "With several sets, those of the set `clean` are `validation_clean_loss` and so on; without a name",
         "they are means over the sets, and the sum for documents. An objective of one's own adds its",
-        "quotients by their names.",
+        "quotients by their names, and says how they are shown ([how](api.md#what-a-run-shows-of-it)).",
         "",
         "Word error rates can be compared where the normaliser is the same. `basic` and `english` were",
         "Whisper's own before 2026-11-25; `whisper` is Whisper's for English still. Since then both read",
@@ -150,6 +116,10 @@ def metrics_reference() -> str:
         "",
     ]
     return "\n".join(lines)
+
+
+def _rows(metrics: Iterable[Metric], prefix: str = "") -> list[tuple[str, str, str, str]]:
+    return [(f"{prefix}{x.name}", x.unit, x.meaning, x.odd) for x in metrics]
 
 
 def _row(setting: Setting) -> str:

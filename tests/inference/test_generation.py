@@ -217,7 +217,7 @@ def test_deltas_are_the_whole_answer_and_three_programs_serve_all(conversations)
             assert all(len(a.tokens) == most for a in whole if a.end == "length")
         for length in (1, 5, 60, 406):
             own.generate([Example("x", (Turn("user", ("a" * length,)),))])
-        assert own.compilations == 3
+        assert own.programs.made == 3
 
 
 def test_draws_depend_on_seed_and_key_and_not_on_company(conversations):

@@ -195,7 +195,7 @@ def test_recorded_log_probs_are_those_of_each_document_alone(expected: list[list
             assert answer.ended or len(answer.tokens) == NEW
         assert len({tuple(answer.tokens) for group in expected for answer in group}) == 7 * GROUP
         assert len(prompts()) * GROUP > CONFIG.rollout.answers_at_once, "places are refilled"
-        assert own.compilations == 3
+        assert own.programs.made == 3
         assert_scored_alike(expected, "float64", 1e-10)
 
 
@@ -217,7 +217,7 @@ def test_draws_are_the_same_on_any_mesh(mesh: MeshConfig, layout: str, expected:
     with jax.enable_x64(True):
         own = engine(mesh, layout)
         assert_same_answers(drawn(own), expected)
-        assert own.compilations == 3
+        assert own.programs.made == 3
 
 
 @pytest.mark.exhaustive
@@ -277,7 +277,7 @@ def test_draws_depend_on_their_keys_and_on_no_company(expected: list[list[Rollou
             for one, group in zip(other, expected, strict=False):
                 assert not {tuple(a.tokens) for a in one} & {tuple(a.tokens) for a in group}
         assert drawn(own, []) == []
-        assert own.compilations == 3
+        assert own.programs.made == 3
 
 
 def test_greedy_answers_are_the_generators():

@@ -12,12 +12,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.figures.curves import curves_figure, draw_curves, seconds_of
+from jaxthd.figures.curves import draw_curves, run_figure, seconds_of
+from jaxthd.objectives import SFT
 from jaxthd.run import goodput
+from jaxthd.run.display import display_of
 from jaxthd.run.goodput import FILE, TimeAccount, stored_seconds
 from jaxthd.run.metrics import CAUSES, time_line
 
 COMPILE = "/jax/core/compile/backend_compile_duration"
+DISPLAY = display_of(SFT())
 TRACE = "/jax/core/compile/jaxpr_trace_duration"
 
 
@@ -161,7 +164,7 @@ def test_steps_that_run_again_are_lost_and_time_is_never_counted_twice(
 
 def test_the_bar_shows_the_shares(tmp_path: Path):
     seconds: dict[str, Any] = spent(stepping=50, compiling=25, lost=25)
-    [bar] = [x for x in curves_figure([], seconds).axes if x.get_title(loc="left").startswith("Where")]
+    [bar] = [x for x in run_figure([], DISPLAY, seconds).axes if x.get_title(loc="left").startswith("Where")]
     assert bar.get_title(loc="left") == "Where the time went: 1 min 40 s"
     assert [text.get_text() for text in bar.get_legend().get_texts()] == [
         "stepping 50.0%",
@@ -169,6 +172,5 @@ def test_the_bar_shows_the_shares(tmp_path: Path):
         "lost 25.0%",
     ]
     assert [(x.get_x(), x.get_width()) for x in bar.patches] == [(0, 0.5), (0.5, 0.25), (0.75, 0.25)]
-    draw_curves([], tmp_path / "none.png")
-    draw_curves([], tmp_path / "all.png", dict.fromkeys(CAUSES, 1111.1))  # all causes have room
-    draw_curves([{"step": 1, "reward": 1.0}], tmp_path / "rewards.png", dict.fromkeys(CAUSES, 1111.1))
+    draw_curves([], tmp_path / "none.png", DISPLAY)
+    draw_curves([], tmp_path / "all.png", DISPLAY, dict.fromkeys(CAUSES, 1111.1))  # all causes have room

@@ -16,17 +16,23 @@ import pytest
 from matplotlib.figure import Figure
 from tensorboardX.proto.event_pb2 import Event
 
+from jaxthd.config import Config, RolloutConfig, TrainConfig
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.figures.axes import points
+from jaxthd.kernels.programs import ProgramCount
+from jaxthd.objectives import DPO, SFT
+from jaxthd.rl.display import drawing_display
 from jaxthd.run import metrics_file, progress
+from jaxthd.run.display import display_of
 from jaxthd.run.measured_by import by_validation
 from jaxthd.run.metrics import StepFacts, metrics_line, values
-from jaxthd.run.metrics_file import Metrics, read_metrics
+from jaxthd.run.metrics_file import Metrics, lost_text, read_metrics
 from jaxthd.run.progress import summary
 from jaxthd.run.trackers import tensorboard
 from jaxthd.run.trackers.tensorboard import EventFile
 
+DISPLAY = display_of(SFT())
 REPORT = BatchReport((RowReport(0, 7, 180, 40, 200, 12.5, 1.25, 7),), (("a", "b"),))
 RESULTS = {
     "validation_loss": 1.5,
@@ -41,7 +47,7 @@ def line(step: int, loss: float = 2.5, seconds: float = 0.5, **more: float | int
     results = SimpleNamespace(
         loss=loss, grad_norm=3.0, learning_rate=1e-3, skipped=0, objective={}, **optional
     )
-    return metrics_line(StepFacts(step, results, REPORT, seconds, 1, 0)) | more
+    return metrics_line(StepFacts(step, results, REPORT, seconds, ProgramCount(1), 0)) | more
 
 
 def read_events(folder: Path) -> list[Event]:
@@ -143,7 +149,7 @@ def test_numbers_that_are_not_finite_stay_valid_json_and_come_back_as_nan(tmp_pa
     # And once more through a restart.
     Metrics(tmp_path, 2, 2).__exit__(None, None, None)
     assert math.isnan(scalars(tmp_path / "tensorboard", "train/loss")[0][1])
-    assert "loss 2.5000 -> 2.5000" in summary(read_metrics(tmp_path))
+    assert "loss 2.5000 -> 2.5000" in summary(read_metrics(tmp_path), DISPLAY)
 
 
 def test_without_tensorboard_no_folder_is_made(tmp_path: Path):
@@ -166,13 +172,74 @@ def test_a_terminal_shows_one_live_line_and_results_on_lines_of_their_own(
     written = terminal.getvalue()
     live = [x.split("\n")[0].strip() for x in written.split("\r") if "real tokens/s" in x]
     parts = "gradient 3  360 real tokens/s  padding 10.0%  learning rate 1.00e-03"
-    assert f"1/3  ETA ?  loss 2.500  {parts}" in live[0]
-    assert f"3/3  ETA 00:00  loss 0.750  {parts}" in live[-1]
+    assert f"1/3  ETA ?  loss 2.5000  {parts}" in live[0]
+    assert f"3/3  ETA 00:00  loss 0.7500  {parts}" in live[-1]
     lines = [x.split("\r")[-1] for x in written.split("\n")]
     at = lines.index("validation at step 2")
     assert lines[at + 1].split() == ["loss", "accuracy", "documents", "WER"]
     assert lines[at + 2].split() == ["1.5000", "62.5%", "9", "112.5%"]
     assert "a warning" in lines
+
+
+def drawn(reward: float, **more: float) -> dict[str, Any]:
+    return {"step_seconds": 0.5, "reward": reward, "answer_tokens": 6.0, **more}
+
+
+def test_the_line_of_a_step_leads_with_what_the_run_is_trained_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Rewards, also in a step that found nothing to train on; and the newest of them on held-out prompts."""
+    config = Config(train=TrainConfig(objective="grpo"), rollout=RolloutConfig(rewards=("wer",)))
+    display = drawing_display(config)
+    with Metrics(tmp_path, 0, 3, display=display, trackers=()) as metrics:
+        metrics.step({"step": 0, "validation_reward": -0.5, "validation_wer": 0.75})
+        metrics.step(line(1) | drawn(-0.75, kl=0.25))
+        metrics.step({"step": 2} | drawn(-0.5))
+        metrics.step({"step": 3} | drawn(-0.25, validation_reward=-0.125))
+    shown = [x for x in capsys.readouterr().out.splitlines() if x.startswith("step")]
+    assert shown[0].startswith(
+        "step 1/3  ETA ?  reward -0.750  answer tokens 6.0  kl 0.2500  held-out reward -0.500  gradient 3  "
+    )
+    assert shown[1].split("  ")[2:5] == ["reward -0.500", "answer tokens 6.0", "held-out reward -0.500"]
+    found = summary(read_metrics(tmp_path), display)
+    assert "\n  reward -0.750 -> -0.250\n" in found
+    assert "\n  validation reward -0.500 -> -0.125" in found
+    assert "loss" not in found
+
+
+def test_a_preference_run_shows_accuracy_and_margin(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """First and last values of noisy numbers are means over up to ten steps."""
+    display = display_of(DPO())
+    with Metrics(tmp_path, 0, 30, display=display, trackers=()) as metrics:
+        for step in range(1, 31):
+            own = {"accuracy": 0.5 + 0.25 * (step > 20), "margin": float(step)}
+            metrics.step(line(step) | own | ({"validation_preference_accuracy": 0.25} if step == 1 else {}))
+    shown = capsys.readouterr().out.splitlines()
+    assert "  loss 2.5000  accuracy 50.0%  margin 1.000  gradient 3" in shown[0]
+    assert "  loss 2.5000  accuracy 50.0%  margin 2.000  held-out preference accuracy 25.0%  " in shown[4]
+    found = summary(read_metrics(tmp_path), display)
+    assert "accuracy 50.0% -> 75.0% (means of 10 steps)" in found
+    assert "margin 5.500 -> 25.500 (means of 10 steps)" in found
+
+
+def test_what_a_continued_run_does_again_is_said(tmp_path: Path):
+    assert lost_text(tmp_path, 0) == ""
+    with Metrics(tmp_path, 0, 9, trackers=()) as metrics:
+        metrics.step({"step": 0, "validation_loss": 1.0})
+        assert lost_text(tmp_path, 0) == ""
+        for step in range(1, 8):
+            metrics.step(line(step, seconds=step / 2))
+    assert lost_text(tmp_path, 7) == ""
+    assert lost_text(tmp_path, 6).startswith("1 step(s) are lost, 3.5 s of work: step 7 ran after the checkp")
+    assert lost_text(tmp_path, 4).startswith("3 step(s) are lost, 9.0 s of work: steps 5 to 7 ran after the")
+    assert "14.0 s of work: steps 1 to 7 ran before a checkpoint was saved" in lost_text(tmp_path, 0)
+
+
+def test_the_summary_says_which_programs_came_from_the_cache():
+    read = {"compilations": 9, "cached_compilations": 4}
+    assert ", 9 programs of the step, 4 of them read from the cache," in summary([line(1) | read], DISPLAY)
+    old = {name: x for name, x in line(1).items() if name != "cached_compilations"}
+    assert ", 1 program of the step compiled," in summary([old], DISPLAY)
 
 
 @pytest.mark.parametrize("columns", [60, 80, 200])
@@ -198,7 +265,7 @@ def test_validation_sets_are_rows_of_one_table():
     results = {"validation_loss": 1.0, "validation_wer": 0.375, "validation_documents": 12.0}
     for name, wer in sets.items():
         results |= {f"validation_{name}_wer": wer, f"validation_{name}_documents": 6.0}
-    title, heads, *rows = progress.validation_table(7, results, 60).splitlines()
+    title, heads, *rows = progress.validation_table(7, results, 60, DISPLAY).splitlines()
     assert title == "validation at step 7"
     assert heads.split() == ["set", "loss", "documents", "WER"]
     assert [row.split() for row in rows] == [
@@ -277,10 +344,10 @@ def test_results_of_another_validation_are_neither_compared_nor_joined():
     ]
     assert [[x["step"] for x in part] for part in by_validation(lines)] == [[1, 2, 3], [4, 5, 6]]
     assert [len(part) for part in by_validation(lines[3:])] == [3]
-    said = summary(lines)
+    said = summary(lines, DISPLAY)
     assert "validation has changed before step 4; its results since then:" in said
     assert "validation WER 80.0% -> 70.0%" in said
-    assert "changed" not in summary(lines[:3])
+    assert "changed" not in summary(lines[:3], DISPLAY)
     axes = Figure().subplots()
     points(axes, lines, "validation_wer", "red", "errors", "{:.1%}")
     assert [x.get_xdata().tolist() for x in axes.lines] == [[1, 3], [5, 6]]
@@ -294,8 +361,8 @@ def test_the_summary_tells_first_and_last_values_and_medians():
         line(2, loss=3.0, **RESULTS),
         line(3, loss=1.0) | {"skipped_updates": 2, "skipped_documents": 4},
     ]
-    assert summary(lines) == (
-        "3 steps, median 0.50 s a step, 360 real tokens/s, padding 10.0%, 1 compilation(s) of the step, "
+    assert summary(lines, DISPLAY) == (
+        "3 steps, median 0.50 s a step, 360 real tokens/s, padding 10.0%, 1 program of the step compiled, "
         "2 update(s) skipped, 4 document(s) skipped\n"
         "  loss 5.0000 -> 1.0000\n"
         "  validation loss 6.0000 -> 1.5000\n"

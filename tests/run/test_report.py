@@ -7,9 +7,12 @@ import pytest
 
 from jaxthd.config import Config, DataConfig, ModelConfig
 from jaxthd.data.loader import BatchReport, RowReport
+from jaxthd.objectives import SFT
+from jaxthd.run.display import display_of
 from jaxthd.run.padding import PaddingWatch, padding_reason
 from jaxthd.run.report import end_report
 
+DISPLAY = display_of(SFT())
 CONFIG = Config(data=DataConfig(capacity=100, max_documents=8, audio_capacity=1000, rows=2))
 
 
@@ -95,6 +98,7 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
         CONFIG,
         lines,
         hypotheses,
+        display=DISPLAY,
         parameters="7 parameters",
         skipped="1 of 9 training items (11.1%): gone (1)",
     )
@@ -124,9 +128,16 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
     ]
     # Stopped early: the same command continues. Texts are compared as word error rates compare them.
     early = end_report(
-        tmp_path, CONFIG, lines[:2], hypotheses[2:3], parameters="7", skipped="", normalise=lambda text: ""
+        tmp_path,
+        CONFIG,
+        lines[:2],
+        hypotheses[2:3],
+        display=DISPLAY,
+        parameters="7",
+        skipped="",
+        normalise=lambda text: "",
     )
     assert f"  jaxthd train {tmp_path}" in early.splitlines()
     assert "Wrong" not in early
-    bare = end_report(tmp_path / "none", CONFIG, lines, [], parameters="7", skipped="")
+    bare = end_report(tmp_path / "none", CONFIG, lines, [], display=DISPLAY, parameters="7", skipped="")
     assert not any(word in bare for word in ("Right", "Wrong", "Pictures", "skipped"))

@@ -1,15 +1,12 @@
 """What asks a run to stop."""
 
 import os
-import pty
 import signal
-from collections.abc import Iterator
 
 import pytest
 
 from jaxthd.data.child_process import Child
-from jaxthd.run import signals
-from jaxthd.run.signals import StopRequests, drop_unread_output
+from jaxthd.run.signals import StopRequests
 
 NAMES = ["SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU"]
 
@@ -62,30 +59,6 @@ def test_an_ignored_signal_stays_ignored_and_a_handler_of_the_user_s_stays() -> 
     finally:
         signal.signal(signal.SIGHUP, before)
         signal.signal(signal.SIGUSR1, signal.SIG_DFL)
-
-
-@pytest.fixture(params=["terminal", "pipe"])
-def output(request: pytest.FixtureRequest) -> Iterator[tuple[int, int]]:
-    """(the end where a program writes, the end where it is read). The second may be closed."""
-    read, write = pty.openpty() if request.param == "terminal" else os.pipe()
-    yield write, read
-    os.close(write)
-
-
-def test_what_nobody_can_read_does_not_end_a_run(
-    output: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A terminal that was closed, and a pipe whose reader (tee) got Ctrl-C too."""
-    write, read = output
-    monkeypatch.setattr(signals, "OUTPUTS", (write,))
-    drop_unread_output()
-    os.write(write, b"read\n")
-    assert os.read(read, 4) == b"read"
-    os.close(read)
-    with pytest.raises(OSError, match=r"pipe|Input/output"):
-        os.write(write, b"lost\n")
-    drop_unread_output()
-    os.write(write, b"lost\n")
 
 
 def test_worker_processes_outlive_the_signals_of_a_run() -> None:

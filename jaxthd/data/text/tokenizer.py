@@ -120,8 +120,8 @@ class FileTokenizer:
         self._tokenizer.no_padding()
         self._tokenizer.post_processor = None  # otherwise offsets skip spaces; either way no token is added
         # Ids may have gaps, so the number of tokens may be too small.
-        ids = set(self._tokenizer.get_vocab().values())
-        file_size = max(ids) + 1
+        known = set(self._tokenizer.get_vocab().values())
+        file_size = max(known) + 1
         stated = self.special
         (self.bos_id,) = self._required("start-of-text", _BOS, self._stated("bos_token", stated.bos_id)[:1])
         self.eos_ids = tuple(self._required("end-of-text", _EOS, self._stated("eos_token", *stated.eos_ids)))
@@ -140,7 +140,7 @@ class FileTokenizer:
         """The text that encode_marks turns into audio_id; None if the file has no such token."""
         self.recording = self._recording()
         self.vocab_size = max(file_size, self.audio_id + 1)
-        self.text_vocab_size = max(ids - {self.audio_id}) + 1
+        self.text_vocab_size = max(known - {self.audio_id}) + 1
         for name, ids in (
             ("bos_token_id", [self.bos_id]),
             ("eos_token_id", self.eos_ids),

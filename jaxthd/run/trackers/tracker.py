@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from jaxthd.files.jsonl import append_line, read_lines, write_lines
-from jaxthd.run.metrics import VALIDATION, Number
+from jaxthd.objectives.metric import VALIDATION, Number
 
 Line = Mapping[str, Any]
 
