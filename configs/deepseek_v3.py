@@ -15,6 +15,7 @@ Decoder: DeepSeek-AI, DeepSeek-V3 Technical Report (2024). Encoder: sizes of Par
 
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import (
     AdaptConfig,
     ComputeConfig,
@@ -26,7 +27,6 @@ from jaxthd.config import (
     RopeConfig,
     TrainConfig,
 )
-from jaxthd.files.config_file import load_config
 from jaxthd.models.blocks import MLP, LatentAttention, MoE, Router
 
 

@@ -9,8 +9,8 @@ and from 2,000 pairs that are sampled from that model (runs/pairs.jsonl, some fi
 from dataclasses import replace
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import Config, TrainConfig
-from jaxthd.files.config_file import load_config
 
 
 def config() -> Config:

@@ -13,6 +13,7 @@ Decoder: OpenAI, gpt-oss-120b & gpt-oss-20b Model Card (2025). Encoder: sizes of
 
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import (
     AdaptConfig,
     ComputeConfig,
@@ -24,7 +25,6 @@ from jaxthd.config import (
     RopeConfig,
     TrainConfig,
 )
-from jaxthd.files.config_file import load_config
 from jaxthd.models.blocks import Attention, MoE, Router
 
 

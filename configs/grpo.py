@@ -10,8 +10,8 @@ docs/post_training.md compares it with other ways to spend the same time.
 from dataclasses import replace
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import Config, RolloutConfig, TrainConfig
-from jaxthd.files.config_file import load_config
 
 
 def config() -> Config:

@@ -14,6 +14,7 @@ Decoder: Moonshot AI, Muon is Scalable for LLM Training (2025). Encoder: sizes o
 
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import (
     AdaptConfig,
     ComputeConfig,
@@ -25,7 +26,6 @@ from jaxthd.config import (
     RopeConfig,
     TrainConfig,
 )
-from jaxthd.files.config_file import load_config
 from jaxthd.models.blocks import MLP, LatentAttention, MoE, Router
 
 

@@ -18,8 +18,8 @@ configs/nemotron3_nano.py.
 from dataclasses import replace
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import Config, MeshConfig
-from jaxthd.files.config_file import load_config
 
 
 def config() -> Config:

@@ -18,8 +18,8 @@ Nemotron 3 (2025).
 from dataclasses import replace
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import Config
-from jaxthd.files.config_file import load_config
 from jaxthd.models.blocks import Router
 
 

@@ -13,6 +13,7 @@ Decoder: Qwen team, Qwen3 Technical Report (2025). Encoder: sizes of Parakeet-TD
 
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import (
     AdaptConfig,
     ComputeConfig,
@@ -24,7 +25,6 @@ from jaxthd.config import (
     RopeConfig,
     TrainConfig,
 )
-from jaxthd.files.config_file import load_config
 from jaxthd.models.blocks import MLP, Attention
 
 

@@ -15,6 +15,7 @@ Parakeet-TDT-0.6B.
 
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import (
     ComputeConfig,
     Config,
@@ -25,7 +26,6 @@ from jaxthd.config import (
     RopeConfig,
     TrainConfig,
 )
-from jaxthd.files.config_file import load_config
 from jaxthd.models.blocks import Attention, GatedDelta, MoE, Router
 
 

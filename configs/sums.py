@@ -15,8 +15,8 @@ recordings are in voices that no training data has; the hundred sums are the sam
 from dataclasses import replace
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import Config, RolloutConfig, TrainConfig
-from jaxthd.files.config_file import load_config
 
 START = (
     "train first_run.py --workdir ../runs/sums_start --train.init-from ../runs/first_run "

@@ -11,8 +11,8 @@ the kinds of blocks, of norms, gates, routers and positions are the family's.
 from dataclasses import replace
 from pathlib import Path
 
+from jaxthd import load_config
 from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig, RopeConfig, TrainConfig
-from jaxthd.files.config_file import load_config
 from jaxthd.models.blocks import MLP, Attention, GatedDelta, LatentAttention, Mamba2, MoE, Router
 
 FAMILY = "qwen3"

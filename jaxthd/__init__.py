@@ -4,25 +4,32 @@ The public names, for use from Python; docs/api.md shows them at work. Each is i
 `import jaxthd` alone does not import jax.
 """
 
-import ast
-from importlib import import_module
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+import ast as _ast
+import importlib as _importlib
+import pathlib as _pathlib
+import typing as _typing
 
 # The one list of public names: type checkers follow it, and _homes reads it.
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from jaxthd.checkpoints.checkpoint import Checkpoints as Checkpoints
+    from jaxthd.checkpoints.sources import load_config as load_config
     from jaxthd.checkpoints.weights import Weights as Weights
     from jaxthd.checkpoints.weights import load_model as load_model
     from jaxthd.checkpoints.weights import load_weights as load_weights
     from jaxthd.config import AdaptConfig as AdaptConfig
+    from jaxthd.config import AugmentConfig as AugmentConfig
+    from jaxthd.config import BlockSizes as BlockSizes
     from jaxthd.config import ComputeConfig as ComputeConfig
     from jaxthd.config import Config as Config
     from jaxthd.config import DataConfig as DataConfig
     from jaxthd.config import EncoderConfig as EncoderConfig
+    from jaxthd.config import FilterConfig as FilterConfig
     from jaxthd.config import LLMConfig as LLMConfig
     from jaxthd.config import MeshConfig as MeshConfig
     from jaxthd.config import ModelConfig as ModelConfig
+    from jaxthd.config import PostTrainingConfig as PostTrainingConfig
+    from jaxthd.config import RolloutConfig as RolloutConfig
+    from jaxthd.config import RopeConfig as RopeConfig
     from jaxthd.config import SpecAugmentConfig as SpecAugmentConfig
     from jaxthd.config import TrainConfig as TrainConfig
     from jaxthd.config.block import Block as Block
@@ -49,8 +56,9 @@ if TYPE_CHECKING:
     from jaxthd.data.speech import SpeechDocuments as SpeechDocuments
     from jaxthd.data.text.tokenizer import load_tokenizer as load_tokenizer
     from jaxthd.errors import UserError as UserError
-    from jaxthd.files.config_file import load_config as load_config
     from jaxthd.inference.generator import Generator as Generator
+    from jaxthd.inference.model import Model as Model
+    from jaxthd.inference.model import load as load
     from jaxthd.inference.scorer import Scorer as Scorer
     from jaxthd.models.blocks import MLP as MLP
     from jaxthd.models.blocks import Attention as Attention
@@ -101,22 +109,22 @@ if TYPE_CHECKING:
 
 def _homes() -> dict[str, str]:
     """Public names, and the module under jaxthd that each is defined in: the imports under TYPE_CHECKING."""
-    (listed,) = (node for node in ast.parse(Path(__file__).read_text()).body if isinstance(node, ast.If))
-    imports = (node for node in listed.body if isinstance(node, ast.ImportFrom))
-    return {alias.name: str(node.module).removeprefix("jaxthd.") for node in imports for alias in node.names}
+    (listed,) = (x for x in _ast.parse(_pathlib.Path(__file__).read_text()).body if isinstance(x, _ast.If))
+    imports = (x for x in listed.body if isinstance(x, _ast.ImportFrom))
+    return {alias.name: str(x.module).removeprefix("jaxthd.") for x in imports for alias in x.names}
 
 
 _HOMES = _homes()
 __all__ = sorted(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     if name not in _HOMES:
         raise AttributeError(f"module 'jaxthd' has no attribute {name!r}")
-    value = getattr(import_module(f"jaxthd.{_HOMES[name]}"), name)
+    value = getattr(_importlib.import_module(f"jaxthd.{_HOMES[name]}"), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({name for name in globals() if name.startswith("_")} | {*_HOMES})

@@ -29,9 +29,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.checksum import is_on_host
+from jaxthd.checkpoints.sources import published_config
 from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.checkpoints.weights import load_weights, named_weights
-from jaxthd.config import Config, DataConfig, MeshConfig, ModelConfig
+from jaxthd.config import Config, MeshConfig
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.published_tokenizer import write_tokenizer
 from jaxthd.data.text.special_tokens import read_special_tokens
@@ -42,7 +43,7 @@ from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
 from jaxthd.files.tensor_names import ArraySlice
 from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.files.unread_output import goes_on_unread
-from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
+from jaxthd.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxthd.hf.export import export
 from jaxthd.hf.family import Family, TokenIds
 from jaxthd.hf.generation_config import added_end_tokens, write_generation_config
@@ -62,26 +63,7 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
     Raises UserError, before it writes anything, if `out` exists, no source has an LLM, or one is damaged.
     """
     _is_new(out)
-    found = [open_checkpoint(source) for source in sources]
-    if not any(checkpoint.covers("head") for checkpoint in found):
-        raise UserError(
-            f"{', '.join(sources)}: no weights of an LLM; expected those of a whole model: name the LLM's "
-            "checkpoint too"
-        )
-    has_encoder = any(checkpoint.covers("encoder.") for checkpoint in found)
-    if adapter_dim and not has_encoder:
-        raise UserError(
-            f"--adapter-dim is {adapter_dim} and no source has an encoder; expected 0 for a text-only model: "
-            "name an encoder's checkpoint too, or take --adapter-dim away"
-        )
-    start = ModelConfig(adapter_dim=adapter_dim) if has_encoder else ModelConfig(encoder=None)
-    config = Config(model=model_config(*sources, model=start))
-    config = replace(config, adapt=next((c.lora for c in found[::-1] if c.lora), config.adapt))
-    # The LLM's tokenizer counts: an encoder's folder may hold that of its CTC head.
-    has_file = [c for c in found if (c.path / "tokenizer.json").is_file()]
-    folders = [c.path for c in has_file if c.covers("head")] or [c.path for c in has_file]
-    if folders:
-        config = replace(config, data=DataConfig(tokenizer=str(folders[-1])))
+    config = published_config(sources, adapter_dim=adapter_dim)
     mesh = make_mesh(config.mesh)
     weights = load_weights(sources, Blueprint(config), mesh)
     zero = jnp.zeros((), jnp.int32)

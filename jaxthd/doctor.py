@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+from jaxthd.checkpoints.sources import open_settings
 from jaxthd.errors import readable_errors
-from jaxthd.files.run_folder import open_settings
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
 from jaxthd.kernels.choose import CHOICES, kernels_of_run

@@ -23,9 +23,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import Mesh
 
-from jaxthd.checkpoints.weights import load_model
 from jaxthd.config import Config, FrontEnd
 from jaxthd.data.dataset import SpeechData
 from jaxthd.errors import UserError, readable_errors
@@ -34,9 +32,10 @@ from jaxthd.files.jsonl import finite
 from jaxthd.files.run_folder import EMA, source_of
 from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.inference.evaluator import Evaluation, Evaluator, Hypothesis
+from jaxthd.inference.model import Model
 from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser, summed
 from jaxthd.packing.document import Document
-from jaxthd.parallel.mesh import local_rows, make_mesh
+from jaxthd.parallel.mesh import local_rows
 from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.planning.sizes import with_answer_length
 from jaxthd.run.evaluations import (
@@ -47,8 +46,7 @@ from jaxthd.run.evaluations import (
     require_free,
 )
 from jaxthd.run.outputs import OutputFolder
-from jaxthd.run.startup import devices_ready, prepared
-from jaxthd.steps.blueprint import Blueprint
+from jaxthd.run.startup import check, devices_ready
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
 from jaxthd.terminal.tables import table
 
@@ -94,8 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     weights, options = line.weights(), line.options
     if not weights:
         raise UserError("--weights is missing; expected the workdir of a run, or checkpoints: name them")
-    beside = (line.path if line.run else Path("runs") / line.path.stem) / "evaluations"
     with devices_ready(line.config.mesh, options):
+        beside = line.folder / "evaluations"
         evaluate(line.config, weights, options.out, beside=beside, gallery=options.gallery)
 
 
@@ -118,18 +116,19 @@ def evaluate(
     """
     if not config.data.validation_sets:
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
-    config = with_answer_length(prepared(config).without_mtp)
+    check(config)
+    config = with_answer_length(config.without_mtp)
     is_chosen = out is None
     weights, out, evaluated = _folder(config, weights, out, beside)
     outputs = OutputFolder(out)
     if is_chosen:  # another evaluation at the same time then takes another folder
         outputs.write_text(SUMMARY, json.dumps({"evaluated": evaluated}) + "\n")
-    mesh = make_mesh(config.mesh)
-    with closing(SpeechData(config, out, training=False)) as data:
-        results = _evaluated(config, mesh, data, weights)
+    model = Model(config, weights)
+    with closing(SpeechData(model.config, out, training=False)) as data:
+        results = _evaluated(model, data)
         summary = {
             "evaluated": evaluated,
-            "measured_on": _devices(config, mesh),
+            "measured_on": _devices(model),
             "skipped_documents": len(data.skipped),
             "sets": {result.name: set_figures(result) for result in results},
         }
@@ -167,24 +166,24 @@ def _folder(
     )
 
 
-def _evaluated(
-    config: Config, mesh: Mesh, data: SpeechData, weights: Sequence[str | Path]
-) -> list[SetResult]:
-    state = load_model(weights, Blueprint(config), mesh)
-    evaluator, rows = Evaluator(Blueprint(config), mesh, data.stop_ids), local_rows(mesh, config.data.rows)
+def _evaluated(model: Model, data: SpeechData) -> list[SetResult]:
+    config, weights = model.config, model.weights
+    evaluator = Evaluator(model.blueprint, model.mesh, data.stop_ids)
+    rows = local_rows(model.mesh, config.data.rows)
     results = []
     for each in config.data.validation_sets:
         with closing(data.validation(rows, each.name)) as batches:
-            found = evaluator(state, batches)
+            found = evaluator(weights, batches)
         order = {example.key: n for n, example in enumerate(data.validation_examples(each.name))}
         documents = scored(found.hypotheses, config.train.normaliser, order)
         results.append(SetResult(each.name, found, documents))
     return results
 
 
-def _devices(config: Config, mesh: Mesh) -> str:
-    kinds = sorted({device.device_kind for device in mesh.devices.flat})
-    return f"{mesh.devices.size} x {', '.join(kinds)} ({jax.default_backend()}), mesh {config.mesh.sizes}"
+def _devices(model: Model) -> str:
+    devices, sizes = model.mesh.devices, model.config.mesh.sizes
+    kinds = sorted({device.device_kind for device in devices.flat})
+    return f"{devices.size} x {', '.join(kinds)} ({jax.default_backend()}), mesh {sizes}"
 
 
 def _table(summary: Mapping[str, Any]) -> str:

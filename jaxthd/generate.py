@@ -4,12 +4,16 @@
     jaxthd generate runs/my@best --audio a.wav --prompt "{audio} What is said?"
     jaxthd generate runs/my --chat chats.jsonl --out answers.jsonl
     jaxthd generate runs/my
-    jaxthd generate my.py --weights published_folder
+    jaxthd generate published_folder --prompt "What is two and two?"
 
 The fourth command starts a chat: you type a line at a time, and /help lists what else you can do. Answers go
 to standard output as they come, everything else to standard error. Several answers begin with the names of
 their recordings or conversations; those that are empty or cut off say so. --json writes a JSON object for
 each instead.
+
+A recording that is longer than --window, or than data.audio_capacity and data.capacity hold, is read in
+windows, cut where it is quietest, and their texts are joined by a space. What cannot be used is skipped and
+listed at the end, with exit status 1.
 """
 
 import time
@@ -18,13 +22,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxthd.config import Config, DataConfig
-from jaxthd.data.example import Example
+from jaxthd.config import DataConfig
+from jaxthd.data.example import Example, user_turn
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
-from jaxthd.inference.chat import chat, say, show_answers, user_turn
-from jaxthd.inference.generator import Answer, Generator, check_sampling, load
-from jaxthd.run.startup import simulate_devices
+from jaxthd.inference.asking import answer_all
+from jaxthd.inference.chat import chat, say, show_answers
+from jaxthd.inference.generator import Answer, Generator, check_sampling
+from jaxthd.inference.model import load, why_skipped
 from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -39,6 +44,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "prompt": {
         "help": "text of the user's turn, by default data.prompt; data.audio_placeholder in it stands for a "
         "recording. With as many placeholders as recordings, one answer to all of them"
+    },
+    "window": {
+        "type": float,
+        "metavar": "SECONDS",
+        "help": "seconds of the longest recording that is read at once; by default what data.audio_capacity "
+        "and data.capacity hold. A model is best at what is as long as what it was trained on",
     },
     "chat": {"type": Path, "help": "JSONL of conversations to answer, in the formats of a manifest"},
     "out": {"type": Path, "metavar": "FILE", "help": "JSONL file that the answers are appended to"},
@@ -58,39 +69,22 @@ def main(argv: list[str] | None = None) -> None:
     check_sampling(options.temperature, options.top_k, options.top_p)
     conversations = _conversations(options, config.data)
     batch = options.batch or (min(len(conversations), 8) if conversations else 1)
-    simulate_devices(config.mesh.devices)
-    generator = load(config, weights, batch=batch, max_new_tokens=options.max_new_tokens)
+    generator = load(weights, config, batch=batch, max_new_tokens=options.max_new_tokens).generator
     settings = line.sampling()
     if conversations:
         start = time.perf_counter()
         answers = show_answers(
-            generator.stream(conversations, **settings),
+            answer_all(generator, conversations, window=options.window, say=say, **settings),
             conversations,
             options.out,
             named=len(conversations) > 1,
             as_json=options.json,
         )
         say(_summary(answers, time.perf_counter() - start, generator))
+        if why := why_skipped(answers):
+            raise UserError(why)
     else:
         chat(generator, settings, options.out)
-
-
-def generate(
-    conversations: Sequence[Example],
-    config: Config,
-    weights: Sequence[str | Path],
-    *,
-    batch: int = 8,
-    max_new_tokens: int = 256,
-    **settings: Any,
-) -> list[Answer]:
-    """The answers to these conversations, in their order.
-
-    config, weights, batch, max_new_tokens: as in `load`; settings: as in Generator.stream. Raises what these
-    raise. To answer more than once, `load` a Generator.
-    """
-    generator = load(config, weights, batch=batch, max_new_tokens=max_new_tokens)
-    return generator.generate(conversations, **settings)
 
 
 def _check(options: Namespace, weights: Sequence[str]) -> None:
@@ -121,8 +115,9 @@ def _conversations(options: Namespace, data: DataConfig) -> list[Example]:
 
 def _summary(answers: Sequence[Answer], seconds: float, generator: Generator) -> str:
     tokens, cut = sum(len(a.tokens) for a in answers), sum(a.end == "length" for a in answers)
+    answered = sum(a.end != "skipped" for a in answers)
     return (
-        f"{len(answers)} answers, {tokens} tokens in {seconds:.1f} s; {generator.programs.text()}"
+        f"{answered} answers, {tokens} tokens in {seconds:.1f} s; {generator.programs.text()}"
         + f"; cut off at {generator.max_new_tokens} tokens: {cut}" * bool(cut)
     )
 

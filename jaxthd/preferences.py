@@ -44,11 +44,11 @@ from jaxthd.files.atomic import write_atomically
 from jaxthd.files.jsonl import naming
 from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.inference.chat import say
-from jaxthd.inference.generator import Generator, check_sampling, load
+from jaxthd.inference.generator import Generator, check_sampling
+from jaxthd.inference.model import load
 from jaxthd.inference.preferences import Item, PreferenceFiles, measured, pair_lines
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run.evaluations import checkpoint_of, evaluated_settings
-from jaxthd.run.startup import simulate_devices
 from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, CommandLine, parse_command_line
 
 SECONDS = 5.0
@@ -84,13 +84,12 @@ def main(argv: list[str] | None = None) -> None:
     out = PreferenceFiles(options.out, options.manifest, settings)
     for item in skipped:
         out.skip(*item)
-    simulate_devices(config.mesh.devices)
     rest = [item for item in items if item.example.key not in out.done]
     if out.done:
         say(f"{len(items) - len(rest)} of {len(items)} items are done already")
     if rest:
-        generator = load(config, sources, batch=options.batch, max_new_tokens=options.max_new_tokens)
-        make_preferences(generator, rest, out, options, line.sampling())
+        model = load(sources, config, batch=options.batch, max_new_tokens=options.max_new_tokens)
+        make_preferences(model.generator, rest, out, options, line.sampling())
     parts = [out.summary(), *pair_lines(options.out), *_next(line, out.pairs)]
     report = options.out.with_suffix(".report.txt")
     with naming(report):

@@ -28,26 +28,22 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
-from jax.sharding import Mesh
 
-from jaxthd.checkpoints.weights import Weights, load_model, training_weights
+from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
-from jaxthd.data.loader import make_loader
-from jaxthd.data.skipped import SkipLog
 from jaxthd.data.text.tokenizer import Tokenizer, load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.unread_output import goes_on_unread
-from jaxthd.inference.scorer import DocumentScores, Scorer, in_order, of_document
-from jaxthd.packing.document import Document
-from jaxthd.parallel.mesh import local_rows, make_mesh
+from jaxthd.inference.model import Model, check_scored
+from jaxthd.inference.scorer import DocumentScores, in_order
+from jaxthd.parallel.mesh import local_rows
 from jaxthd.parallel.processes import is_first
 from jaxthd.run.outputs import OutputFolder
-from jaxthd.run.startup import devices_ready, prepared, with_kernels
-from jaxthd.steps.blueprint import Blueprint
+from jaxthd.run.startup import check, devices_ready
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
 from jaxthd.terminal.tables import clipped, printable, table
 
@@ -95,51 +91,6 @@ def main(argv: list[str] | None = None) -> None:
         print(options.out)
 
 
-def score(
-    config: Config,
-    weights: Weights | Sequence[str | Path],
-    documents: Sequence[Document],
-    *,
-    top_k: int = 0,
-    every_token: bool = False,
-) -> list[DocumentScores]:
-    """The scores of each document, in their order. Of several processes all call it, and get the same.
-
-    Each answer of a document with several (Document.answers) is scored as if it were the only one; of such
-    documents only the answers are.
-    weights: in the checkpoint layout, or sources as jaxthd.checkpoints.weights.load_weights takes them.
-    top_k, every_token: see Scorer. The config is taken as validated (jaxthd.validate): rules about its data
-    sets and tokenizer do not hold for documents that are already made.
-    Raises UserError where two documents have the same key, and where one does not fit the config's buffers.
-    """
-    number = {document.key: n for n, document in enumerate(documents)}
-    if len(number) < len(documents):
-        raise UserError(
-            f"{len(documents)} documents have {len(number)} keys; expected a key of its own for each, by "
-            "which its scores are known: rename some"
-        )
-    has_answers = any(document.answers for document in documents)
-    _check_scored(has_answers, every_token)
-    config = _for_scoring(with_kernels(config), weights)
-    mesh = make_mesh(config.mesh)
-    loader = make_loader(
-        [documents],
-        _as_it_is,
-        config,
-        rows=local_rows(mesh, config.data.rows),
-        repeat=False,
-        shuffle=False,
-        answers=has_answers,
-        on_skip=_refuse,
-        skipped=SkipLog(Path(), writes=False),
-    )
-    with loader as batches:
-        scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
-        found = sorted(scorer(_on_mesh(weights, config, mesh), batches), key=lambda x: number[x.key])
-        shares = config.posttraining.share_prompts
-        return [of_document(x, d, shares) for x, d in zip(found, documents, strict=True)]
-
-
 def score_manifest(
     config: Config,
     weights: Weights | Sequence[str | Path],
@@ -149,53 +100,25 @@ def score_manifest(
     top_k: int = 0,
     every_token: bool = False,
 ) -> Iterator[DocumentScores]:
-    """The scores of a manifest's documents one by one, in its order; otherwise as `score`.
+    """The scores of a manifest's documents one by one, in its order; otherwise as Model.score.
 
     skipped: JSONL file that lists the skipped documents, with the reasons.
     """
     own: dict[str, Any] = {"manifest": (manifest,), "weights": ()}
     config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}", **own))
-    config = _for_scoring(prepared(config), weights)
-    mesh = make_mesh(config.mesh)
-    scorer = Scorer(Blueprint(config), mesh, top_k=top_k, every_token=every_token)
+    check(config)
+    model = Model(config, weights)
+    scorer = model.scorer(top_k=top_k, every_token=every_token)
     options: dict[str, Any] = {"training": False, "skip_list": skipped.name, "preferences": True}
-    with closing(SpeechData(config, skipped.parent, **options)) as data:
+    with closing(SpeechData(model.config, skipped.parent, **options)) as data:
         has_answers = any(example.alternatives for example in data.validation_examples("scored"))
-        _check_scored(has_answers, every_token)
-        on_mesh = _on_mesh(weights, config, mesh)
+        check_scored(has_answers, every_token)
+        on_mesh = model.weights
         keys = [example.key for example in data.validation_examples("scored")]
-        with closing(data.validation(local_rows(mesh, config.data.rows))) as batches:
+        with closing(data.validation(local_rows(model.mesh, config.data.rows))) as batches:
             yield from in_order(keys, scorer(on_mesh, batches), data.is_skipped)
         if is_first() and len(data.skipped):
             print(f"{len(data.skipped)} skipped documents are listed in {data.skipped.path}")
-
-
-def _check_scored(has_answers: bool, every_token: bool) -> None:
-    if has_answers and every_token:
-        raise UserError(
-            "every token is to be scored, and documents have several answers, of which these alone can be; "
-            "expected documents of one sequence each, or scores of the supervised tokens: leave out "
-            "--every-token (every_token)"
-        )
-
-
-def _refuse(key: str, reason: str) -> NoReturn:
-    raise UserError(f"document {key!r} cannot be scored: {reason}; change the config, or drop the document")
-
-
-def _as_it_is(document: Document, epoch: int) -> Document:
-    return document
-
-
-def _for_scoring(config: Config, weights: Weights | Sequence[str | Path]) -> Config:
-    """Without multi-token prediction, but where the given weights have it."""
-    return config if isinstance(weights, Weights) else config.without_mtp
-
-
-def _on_mesh(weights: Weights | Sequence[str | Path], config: Config, mesh: Mesh) -> Weights:
-    if isinstance(weights, Weights):
-        return training_weights(weights, Blueprint(config), mesh)
-    return load_model(weights, Blueprint(config), mesh)
 
 
 def score_line(scores: DocumentScores, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
+from jaxthd.checkpoints.sources import load_config
 from jaxthd.config import AugmentConfig, Config, DataConfig, MeshConfig, TrainConfig
-from jaxthd.files.config_file import load_config, with_absolute_paths
-from jaxthd.files.run_folder import open_settings, source_of
+from jaxthd.files.config_file import with_absolute_paths
+from jaxthd.files.run_folder import source_of
 from jaxthd.models.front_ends import FastConformer
 from jaxthd.validate import DeviceFacts, validate
 
@@ -188,7 +189,7 @@ def test_paths_may_be_in_the_home_folder_and_what_exists_is_taken_as_it_is(
     assert source_of("~/runs/a@best") == (Path("/home/x/runs/a"), "best")
     monkeypatch.setenv("HOME", here)
     (tmp_path / "my.py").write_text(f"{IMPORT}def config(): return Config()\n")
-    assert open_settings("~/my.py").config == Config()
+    assert load_config("~/my.py") == Config()
 
 
 def test_a_mistake_has_its_line_also_in_a_file_given_by_a_relative_path(

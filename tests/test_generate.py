@@ -23,6 +23,7 @@ from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
 from jaxthd.inference import chat
 from jaxthd.inference.generator import AnswerDelta, Generator
+from jaxthd.inference.model import load
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from tests.helpers import filled_state, save_run
@@ -50,23 +51,25 @@ def config():
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with tiny.py, two recordings, and a checkpoint of that config in its workdir `run`."""
+    """A folder with tiny.py, two recordings and one of 12 s, and a checkpoint of that config in its workdir
+    `run`."""
     folder = tmp_path_factory.mktemp("generate")
     (folder / "tiny.py").write_text(CONFIG)
     rng = np.random.default_rng(0)
     for name, rate in (("a.wav", 16000), ("b.wav", 22050)):
         soundfile.write(folder / name, rng.normal(0, 0.1, rate), rate)
+    soundfile.write(folder / "long.wav", rng.normal(0, 0.1, 12 * 16000), 16000)
     config = load_config(folder / "tiny.py")
     save_run(config, folder / "run", step=3)
     return folder
 
 
 def test_answers_go_to_the_terminal_and_to_a_file(run: Path):
-    """End to end, as a user runs it: two recordings get an answer each."""
+    """End to end, as a user runs it: recordings get an answer each. One that is not there does not end the
+    others, and one that is longer than what fits is read in windows; the exit status tells of the first."""
     out = run / "answers.jsonl"
-    options = (
-        "--config tiny.py --weights run --audio a.wav b.wav --temperature 0.8 --seed 5 --max-new-tokens 6"
-    )
+    options = "--config tiny.py --weights run --temperature 0.8 --seed 5 --max-new-tokens 6"
+    options += " --audio a.wav none.wav long.wav b.wav"
     ran = subprocess.run(
         [sys.executable, "-m", "jaxthd.generate", *options.split(), "--out", str(out), "--prompt", "Hm?"],
         cwd=run,
@@ -75,35 +78,48 @@ def test_answers_go_to_the_terminal_and_to_a_file(run: Path):
         text=True,
         check=False,
     )
-    assert ran.returncode == 0, ran.stderr
-    answers = [json.loads(line) for line in out.read_text().splitlines()]
-    assert [answer["key"] for answer in answers] == ["1:a.wav", "2:b.wav"]
-    assert [answer["audio"] for answer in answers] == [["a.wav"], ["b.wav"]]
-    shown = [
-        f"{name}: {chat.printable(x['text'])}" for name, x in zip(("a.wav", "b.wav"), answers, strict=True)
-    ]
-    for line, text, answer in zip(ran.stdout.splitlines(), shown, answers, strict=True):
+    assert ran.returncode == 1, ran.stderr
+    *answered, skipped = ran.stderr.splitlines()
+    assert skipped == "  conversation '2:none.wav': none.wav: no such file; correct its path"
+    assert answered[-1] == "error: 1 of 4 could not be used, and have no answer:"
+    assert any(
+        re.match(r"long\.wav: 12\.0 s are read in [3-9] windows of up to 4\.\d s", x) for x in answered
+    )
+    lines = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [line["key"] for line in lines] == ["1:a.wav", "2:none.wav", "3:long.wav", "4:b.wav"]
+    assert [line["audio"] for line in lines] == [["a.wav"], ["none.wav"], ["long.wav"], ["b.wav"]]
+    assert [line["windows"] > 1 for line in lines] == [False, False, True, False]
+    assert "no such file" in lines[1]["reason"]
+    assert (lines[1]["end"], lines[1]["text"]) == ("skipped", "")
+    assert "none.wav: [skipped]" in ran.stdout
+    # Random bytes may be line breaks.
+    shown = re.split(r"^(?:a|none|long|b)\.wav: ", ran.stdout, flags=re.M)[1:]
+    assert len(shown) == 4
+    shown, answers = [shown[0], shown[3]], [lines[0], lines[3]]
+    texts = [chat.printable(answer["text"]) for answer in answers]
+    for line, text, answer in zip(shown, texts, answers, strict=True):
+        line = line.removesuffix("\n")
         assert line.startswith(text)
         assert line.endswith("[cut off at 6 tokens]") == (answer["end"] == "length")
     assert all(answer["text"] == ByteTokenizer().decode(answer["tokens"]) for answer in answers)
     assert any(answer["tokens"] for answer in answers)
     assert all((answer["end"] == "length") == (len(answer["tokens"]) == 6) for answer in answers)
-    assert "2 answers" in ran.stderr
+    assert "3 answers" in ran.stderr
     assert re.search(r"; 3 programs( compiled|.* read from the cache)", ran.stderr)
 
 
 def test_the_checkpoints_weights_answer(run: Path):
     config = load_config(run / "tiny.py")
     settings: dict[str, Any] = {"batch": 2, "max_new_tokens": 5}
-    loaded = generate.load(config, [run / "run"], **settings)
+    model = load([run / "run"], config, **settings)
     saved = filled_state(Blueprint(config), make_mesh(config.mesh))
-    for got, want in zip(*map(jax.tree.leaves, (loaded._weights[0], saved.params)), strict=True):
+    for got, want in zip(*map(jax.tree.leaves, (model.weights.params, saved.params)), strict=True):
         assert got.sharding == want.sharding
         np.testing.assert_array_equal(got, want)
     question = Turn("user", ("What? ", Clip(run / "b.wav")))
     said = [Example("x", (question,)), Example("y", (Turn("user", ("é",)),))]
-    answers = generate.generate(said, config, [run / "run"], temperature=0.9, **settings)
-    assert answers == loaded.generate(said, temperature=0.9)
+    answers = model.generate(said, temperature=0.9)
+    assert answers == model.generator.generate(said, temperature=0.9)
     assert answers[0].tokens != answers[1].tokens
 
 
@@ -129,7 +145,6 @@ def test_the_checkpoints_weights_answer(run: Path):
 )
 def test_what_cannot_work_is_said(run: Path, monkeypatch: pytest.MonkeyPatch, arguments: str, message: str):
     monkeypatch.chdir(run)
-    monkeypatch.setattr(generate, "simulate_devices", lambda devices: True)
     with pytest.raises((UserError, FileNotFoundError)) as found:
         generate.main(["--config", "tiny.py", *arguments.split()])
     assert message in str(found.value)
@@ -151,7 +166,6 @@ def asked(run: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> l
 
     original = generate._conversations
     monkeypatch.setattr(generate, "_conversations", conversations)
-    monkeypatch.setattr(generate, "simulate_devices", lambda devices: True)
     monkeypatch.setattr(generate, "load", load)
     monkeypatch.chdir(run)
     with pytest.raises(AskedError):
@@ -243,6 +257,8 @@ def test_json_is_a_line_for_each_answer_with_its_recordings(capsys: pytest.Captu
         "text": "Aa",
         "tokens": [1, 2],
         "end": "stop",
+        "windows": 1,
+        "reason": "",
     }
     assert [(line["audio"], line["end"]) for line in lines[1:]] == [([], "length"), ([], "stop")]
 

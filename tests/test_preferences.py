@@ -4,6 +4,7 @@ import json
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,8 @@ from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
 from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import write_config
-from jaxthd.inference.generator import Answer, Generator, load
+from jaxthd.inference.generator import Answer, Generator
+from jaxthd.inference.model import Model, load
 from jaxthd.run.continuing import OPTIONS
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.validate import DeviceFacts, findings
@@ -83,8 +85,7 @@ class Parrot(Generator):
 
 def run(folder: Path, monkeypatch: pytest.MonkeyPatch, parrot: Parrot, *options: str) -> list[dict[str, Any]]:
     monkeypatch.chdir(folder)
-    monkeypatch.setattr(preferences, "load", lambda *_, **__: parrot)
-    monkeypatch.setattr(preferences, "simulate_devices", lambda devices: True)
+    monkeypatch.setattr(preferences, "load", lambda *_, **__: SimpleNamespace(generator=parrot))
     monkeypatch.setattr(preferences, "checkpoint_of", lambda weights: (folder / "run", 3))
     manifest = ["--manifest", "speech/m.jsonl", "--out", "pairs.jsonl", "--samples", "7", "--batch", "4"]
     preferences.main(["run", *manifest, *options])
@@ -236,10 +237,9 @@ def test_a_models_hypotheses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines = [{"audio_filepath": f"{name}.wav", "text": "one two"} for name in "aab"]
     (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(preferences, "simulate_devices", lambda devices: True)
-    loaded: list[Generator] = []
+    loaded: list[Model] = []
 
-    def once(*arguments: Any, **options: Any) -> Generator:
+    def once(*arguments: Any, **options: Any) -> Model:
         loaded[:] = loaded or [load(*arguments, **options)]
         return loaded[0]
 

@@ -3,10 +3,15 @@
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import jaxthd
+from jaxthd import config
+from jaxthd.config import Config
+from jaxthd.config.listing import groups
+from jaxthd.config.removed import OLD_GROUPS
 
 
 def test_every_name_is_there_and_documented():
@@ -15,6 +20,26 @@ def test_every_name_is_there_and_documented():
         if callable(value):
             assert value.__doc__, name
             assert value.__module__.startswith("jaxthd."), name
+
+
+def test_nothing_else_is_public():
+    """Also not what the module imports for itself; modules of the package are no names of it."""
+    assert [name for name in dir(jaxthd) if not name.startswith("_")] == jaxthd.__all__
+    modules = {name for name, x in vars(jaxthd).items() if isinstance(x, ModuleType)}
+    others = {name for name in vars(jaxthd) if not name.startswith("_")} - {*jaxthd.__all__}
+    assert others <= modules, "leaked"
+    assert all(getattr(jaxthd, name).__name__.startswith("jaxthd.") for name in others)
+
+
+def test_every_class_of_settings_is_public():
+    """Those that a config file may need: all dataclasses in the tree of Config, of every kind of block and of
+    front end."""
+    kinds = {group.kind for group in groups()} | {Config}
+    own = {kind.__name__ for kind in kinds if kind.__module__.startswith("jaxthd.")}
+    assert len(own) > 20
+    assert own <= {*jaxthd.__all__}
+    named = {name for name in config.__all__ if name.endswith("Config")}
+    assert named - OLD_GROUPS.keys() <= {*jaxthd.__all__}
 
 
 def test_the_names_are_marked_as_typed():

@@ -15,13 +15,14 @@ from flax import nnx
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.errors import UserError
+from jaxthd.inference.model import Model
 from jaxthd.inference.scorer import DocumentScores, in_order
 from jaxthd.models.front_ends import FastConformer
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run import startup
-from jaxthd.score import main, score
+from jaxthd.score import main
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from tests import test_train
@@ -125,7 +126,8 @@ def config_for(mesh: MeshConfig, layout: str = "buffer", rows: int = 4, microbat
 )
 def test_packed_documents_on_any_mesh_get_the_scores_they_get_alone(mesh, layout, every_token):
     with jax.enable_x64(True):
-        found = score(config_for(mesh, layout), weights(), documents(), top_k=TOP, every_token=every_token)
+        model = Model(config_for(mesh, layout), weights())
+        found = model.score(documents(), top_k=TOP, every_token=every_token)
         assert [scores.key for scores in found] == [one.key for one in documents()]
         for got, one in zip(found, documents(), strict=True):
             want = expected(one, every_token=every_token)
@@ -155,12 +157,10 @@ def test_each_of_several_answers_gets_the_scores_it_gets_alone(mesh, layout, sha
     with jax.enable_x64(True):
         config = config_for(mesh, layout, rows=2, microbatches=1)
         config = replace(config, posttraining=replace(config.posttraining, share_prompts=share_prompts))
-        found = score(config, weights(), grouped)
-        single = score(
-            config_for(MeshConfig(), rows=1, microbatches=1),
-            weights(),
-            [x for d in grouped for x in alone(d)],
-        )
+        model = Model(config, weights())
+        found = model.score(grouped)
+        each_alone = [x for d in grouped for x in alone(d)]
+        single = Model(config_for(MeshConfig(), rows=1, microbatches=1), weights()).score(each_alone)
         by_key = {scores.key: scores for scores in single}
         for got, document in zip(found, grouped, strict=True):
             np.testing.assert_array_equal(got.tokens, document.tokens)
@@ -168,7 +168,7 @@ def test_each_of_several_answers_gets_the_scores_it_gets_alone(mesh, layout, sha
             want = np.concatenate([by_key[one.key].log_probs for one in alone(document)])
             np.testing.assert_allclose(got.log_probs, want, rtol=1e-10, atol=1e-10)
         with pytest.raises(UserError, match="leave out --every-token"):
-            score(config, weights(), grouped, every_token=True)
+            model.score(grouped, every_token=True)
 
 
 def test_what_cannot_be_scored_is_named():
@@ -176,9 +176,9 @@ def test_what_cannot_be_scored_is_named():
     long = document("long", Spec(65), np.random.default_rng(0))
     with jax.enable_x64(True):
         with pytest.raises(UserError, match=r"'long' cannot be scored: its 65 token slots exceed"):
-            score(alone, weights(), [documents()[0], long])
+            Model(alone, weights()).score([documents()[0], long])
         with pytest.raises(UserError, match="2 documents have 1 keys"):
-            score(alone, weights(), [long, long])
+            Model(alone, weights()).score([long, long])
         for top_k in (-1, MODEL.llm.vocab_size + 1):
             with pytest.raises(ValueError, match=f"top_k is {top_k}; expected 0 to 50"):
                 make_scoring_step(Blueprint(alone), make_mesh(alone.mesh), top_k)

@@ -11,6 +11,7 @@ from typing import Any
 from jaxthd.config import AdaptConfig, DataConfig
 from jaxthd.data.text.published_tokenizer import other_tokens, read_vocabulary
 from jaxthd.errors import UserError
+from jaxthd.files.tokenizer_files import BUILT_IN
 from jaxthd.parallel.processes import is_first
 
 
@@ -67,9 +68,14 @@ def require_same_vocabulary(path: Path, theirs: str | None, ours: str, setting: 
     """Raises UserError where ids of text stand for other tokens than those that the weights were trained on;
     warns where that is so of special and other added tokens.
 
-    theirs, ours: tokenizers, as data.tokenizer names them. One that is None or cannot be read is not
-    compared.
+    theirs, ours: tokenizers, as data.tokenizer names them. One that cannot be read is not compared; without
+    theirs (None), a built-in one is warned of.
     """
+    if theirs is None and ours in BUILT_IN:
+        _warn(
+            f"{path} has no tokenizer, and data.tokenizer is {ours!r}, whose ids stand for other tokens than "
+            "those it was trained on, unless it is new: set --data.tokenizer to the folder of its LLM"
+        )
     if theirs is None or theirs == ours:
         return
     there, here = read_vocabulary(theirs), read_vocabulary(ours)

@@ -1,13 +1,15 @@
 """Conversations as turns of text and recordings: what every data source makes of its items."""
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jaxtyping import Shaped
+
+from jaxthd.errors import UserError
 
 Role = Literal["system", "user", "assistant"]
 
@@ -153,6 +155,28 @@ def question(
     parts = merge_texts([before, *(part for text_after in after for part in (clip, text_after))])
     system = (Turn("system", (system_prompt,)),) if system_prompt else ()
     return (*system, *((Turn("user", parts),) if parts else ()))
+
+
+def user_turn(text: str, recordings: Sequence[Path | Clip | Samples], placeholder: str) -> Turn:
+    """The user's turn. Each placeholder stands for a recording; without placeholders, recordings come first.
+
+    Raises UserError if placeholders and recordings differ in number, and for a turn without content.
+    """
+    if placeholder not in text:
+        text = placeholder * len(recordings) + text
+    before, *after = text.split(placeholder)
+    if len(after) != len(recordings):
+        raise UserError(
+            f"{len(recordings)} recordings for {len(after)} placeholders ({placeholder}) in {text!r}; "
+            "expected one for each: correct one of them"
+        )
+    parts: list[str | Clip | Samples] = [before]
+    for recording, rest in zip(recordings, after, strict=True):
+        parts += [Clip(recording) if isinstance(recording, Path) else recording, rest]
+    turn = Turn("user", tuple(part for part in parts if part != ""))
+    if not turn.parts:
+        raise UserError("the prompt is empty; expected text or a recording")
+    return turn
 
 
 def merge_texts(parts: Iterable[str | Clip | Samples]) -> tuple[str | Clip | Samples, ...]:

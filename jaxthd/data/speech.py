@@ -3,6 +3,7 @@
 Worker processes import it, so it imports neither jax nor grain.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -19,6 +20,8 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import AudioPiece, Document, audio_pieces
 from jaxthd.packing.fit import BufferLimits
+
+NO_ENCODER = "it holds a recording, and the model has no encoder"
 
 
 def augmented_key(key: str, number: int) -> str:
@@ -114,6 +117,27 @@ class SpeechDocuments:
         clips = [self._pieces(samples, None, None) for samples in self._samples(example)]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
 
+    def prompts_by_length(self, example: Example) -> Callable[[int], Document]:
+        """Samples at 16 kHz -> the document of a prompt with one recording, if that had so many.
+
+        Its features are zeros that take no memory. Raises ValueError as `prompt` does.
+        """
+        tokens, front_end = self._template.prompt(example.turns), self._encoder
+        if front_end is None:
+            raise ValueError(NO_ENCODER)
+
+        def of_length(samples: int) -> Document:
+            """The document with a recording of so many samples."""
+            pieces = front_end.pieces(samples)
+            frames = [0] * (1 + max((piece.run for piece in pieces), default=0))
+            for piece in pieces:
+                frames[piece.run] = max(frames[piece.run], piece.start + piece.frames)
+            runs = [np.broadcast_to(np.float32(0), (n, front_end.width)) for n in frames]
+            clips = [audio_pieces(pieces, runs)]
+            return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
+
+        return of_length
+
     def _samples(self, example: Example) -> list[np.ndarray]:
         """The recordings as 16 kHz mono. Raises AudioError, and ValueError for an item that is dropped."""
         try:
@@ -128,7 +152,7 @@ class SpeechDocuments:
 
     def _decoded(self, clip: Clip | Samples) -> np.ndarray:
         if self._encoder is None:
-            raise ValueError("it holds a recording, and the model has no encoder")
+            raise ValueError(NO_ENCODER)
         if isinstance(clip, Samples):
             return from_samples(clip, self._most_seconds)
         return load_audio(

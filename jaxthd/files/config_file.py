@@ -35,10 +35,16 @@ def load_config(path: str | Path) -> Config:
     Relative paths in the Config are relative to the file's folder, wherever the command is started. The file
     runs as a fresh module at every call; nothing is added to sys.path. A file that varies another one in its
     folder loads that: replace(load_config(Path(__file__).with_name("cp2.py")), mesh=MeshConfig()).
+    jaxthd.load_config reads runs and published checkpoints too.
     Raises FileNotFoundError where there is no such file; UserError where the file is not Python, fails,
     defines no config(), or its config() does not return a Config.
     """
     path = Path(path)
+    if path.is_dir() or path.suffix == ".json":
+        raise UserError(
+            f"{path} is no Python file, which this function (jaxthd.files.config_file.load_config) expects: "
+            "call jaxthd.load_config, which reads runs and published checkpoints too"
+        )
     if not path.is_file():
         raise FileNotFoundError(
             f"no config at {path}; expected a Python file with a function config() -> Config, "

@@ -18,7 +18,7 @@ from jaxthd.config.listing import dataclass_in, kind_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
-from jaxthd.files.config_file import load_config, with_absolute_paths
+from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import home_path
 from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER, copy_tokenizer, tokenizer_digest
 
@@ -51,42 +51,18 @@ def source_of(source: str | Path) -> tuple[Path, str]:
     return home_path(source), "newest"
 
 
-class Settings(NamedTuple):
-    """A run, a config or weights that a command is told to work with.
-
-    path: the config file or the run's folder. run: the run whose settings they are, with the @ that it was
-    given with; None for a config file.
-    """
-
-    config: Config
-    path: Path
-    run: str | None
-
-
-def open_settings(source: str | Path) -> Settings:
-    """Reads a config file (Python), the workdir of a run (also with @best or @STEP), or its config.json.
-
-    Raises FileNotFoundError where there is neither; UserError as load_config and read_config do.
-    """
-    folder, _ = source_of(source)
-    if folder.is_dir():
-        if not is_run(folder) and not (folder / FILE).is_file():
-            raise UserError(
-                f"{folder} holds no run; expected the workdir of one, or a config file: correct the "
-                "path, or make a run of published checkpoints with jaxthd convert import"
-            )
-        return Settings(read_config(folder), folder, str(source))
-    path = home_path(source)
-    if path.name == FILE and path.is_file():
-        return Settings(read_config(path.parent), path.parent, str(path.parent))
-    if path.suffix == ".json" and path.is_file():
-        return Settings(read_config(path), path, None)
-    if not path.exists() and path.suffix != ".py":
-        raise FileNotFoundError(
-            f"no run at {folder}, and no config file; expected a workdir, or a file such as configs/cp2.py: "
-            "correct the path"
-        )
-    return Settings(load_config(path), path, None)
+def is_published(path: Path) -> bool:
+    """Whether the path is that of a published checkpoint: a .nemo archive, or a folder whose config.json is
+    not the settings of a run."""
+    if path.is_file():
+        return path.suffix == ".nemo"
+    if is_run(path) or not (path / FILE).is_file():
+        return False
+    try:
+        stored = json.loads((path / FILE).read_text())
+    except (OSError, ValueError):
+        return False
+    return isinstance(stored, dict) and bool(stored) and not {"data", "model", "train"} & stored.keys()
 
 
 def write_config(folder: Path, config: Config) -> None:

@@ -302,4 +302,5 @@ FAMILY = Family(
     lora_fields=_lora_fields,
     token_fields=lambda tokens: {"text_config": token_fields(tokens)},
     by_default=False,
+    turns={"template": "chatml", "prompt": "Transcribe the following: {audio}"},
 )

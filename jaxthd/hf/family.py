@@ -1,7 +1,7 @@
 """Families of checkpoints: the settings in config.json, the names of the tensors."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar
 
@@ -55,6 +55,8 @@ class Family:
         left unread.
     by_default: whether an export of a model that the family holds whole has its format without being asked.
     meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
+    turns: settings of the data by which turns are written as the family's models were trained on them. {}: a
+        chat template beside the tokenizer says it.
     """
 
     format: str
@@ -73,6 +75,7 @@ class Family:
     mtp_tensors: Callable[[Fields], tuple[str, ...]] = lambda fields: ("mtp.",)
     by_default: bool = True
     meaningless: Callable[[ModelConfig], Collection[str]] = lambda model: ()
+    turns: Mapping[str, Any] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""

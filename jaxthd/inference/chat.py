@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from jaxthd.data.example import Clip, Example, Turn
+from jaxthd.data.example import Clip, Example, Turn, user_turn
 from jaxthd.errors import UserError
 from jaxthd.files.jsonl import append_line
 from jaxthd.files.paths import home_path
@@ -78,28 +78,6 @@ def _why_none(answers: Sequence[Answer]) -> str:
     return f"its {len(answer.tokens)} tokens are no text"
 
 
-def user_turn(text: str, recordings: Sequence[Path], placeholder: str) -> Turn:
-    """The user's turn. Each placeholder stands for a recording; without placeholders, recordings come first.
-
-    Raises UserError if placeholders and recordings differ in number, and for a turn without content.
-    """
-    if placeholder not in text:
-        text = placeholder * len(recordings) + text
-    before, *after = text.split(placeholder)
-    if len(after) != len(recordings):
-        raise UserError(
-            f"{len(recordings)} recordings for {len(after)} placeholders ({placeholder}) in {text!r}; "
-            "expected one for each: correct one of them"
-        )
-    parts: list[str | Clip] = [before]
-    for path, rest in zip(recordings, after, strict=True):
-        parts += [Clip(path), rest]
-    turn = Turn("user", tuple(part for part in parts if part != ""))
-    if not turn.parts:
-        raise UserError("the prompt is empty; expected text or a recording")
-    return turn
-
-
 def show_answers(
     deltas: Iterator[AnswerDelta],
     conversations: Sequence[Example],
@@ -124,7 +102,8 @@ def show_answers(
         while shown < len(found) and found[shown] and found[shown][-1].end:
             answer = whole_answer(conversations[shown].key, found[shown])
             line = answer_line(answer, conversations[shown])
-            print(json.dumps(line) if as_json else _mark(answer) if named else "", flush=True)
+            if as_json or named or answer.end != "skipped":
+                print(json.dumps(line) if as_json else _mark(answer) if named else "", flush=True)
             if out:
                 append_line(out, line)
             answers.append(answer)
@@ -150,8 +129,12 @@ def _begin(conversation: Example, *, named: bool) -> None:
 
 def _mark(answer: Answer) -> str:
     """The line that is printed after a named answer."""
+    if answer.end == "skipped":
+        return "[skipped]"
     if answer.end == "length":
-        return f" [cut off at {len(answer.tokens)} tokens]"
+        return (
+            f" [cut off at {len(answer.tokens)} tokens]" if answer.windows == 1 else " [cut off in a window]"
+        )
     return "" if answer.text.strip() else "[empty]"
 
 

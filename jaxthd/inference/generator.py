@@ -8,16 +8,17 @@
 Three programs of fixed shape serve conversations of every length up to the buffer's (drawing.py).
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxthd.checkpoints.weights import load_model
 from jaxthd.config import Config
+from jaxthd.config.front_end import SAMPLE_RATE
+from jaxthd.data.audio.recordings import MIN_SAMPLES
 from jaxthd.data.example import Example
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
@@ -27,40 +28,50 @@ from jaxthd.inference.drawing import Drawing, Progress, for_drawing, random_bits
 from jaxthd.kernels.programs import ProgramCount
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.document import Document
-from jaxthd.parallel.mesh import make_mesh
-from jaxthd.run.startup import check, with_kernels
-from jaxthd.steps.blueprint import Blueprint, Tree
+from jaxthd.steps.blueprint import Tree
 
-End = Literal["stop", "length", "interrupted"]
-"""Reason for an answer's end: by itself, cut off at the maximum length, or by who asked."""
+End = Literal["stop", "length", "interrupted", "skipped"]
+"""Reason for an answer's end: by itself, cut off at the maximum length, by who asked; or there is none,
+because the conversation cannot be used."""
 
 
 class AnswerDelta(NamedTuple):
     """The next part of an answer.
 
     number: the conversation's. text: whole characters; may be empty. tokens: without the one that ends the
-    answer. end: set in the last delta of an answer.
+    answer. end: set in the last delta of an answer; then windows and reason are as in Answer.
     """
 
     number: int
     text: str
     tokens: tuple[int, ...]
     end: End | None
+    windows: int = 1
+    reason: str = ""
 
 
 class Answer(NamedTuple):
-    """A whole answer. key: the conversation's. tokens: without the one that ends the answer."""
+    """A whole answer. key: the conversation's. tokens: without the one that ends the answer.
+
+    windows: of the recording, which were answered one after the other (jaxthd/inference/asking.py); of these
+    the texts are joined by a space, and the end is "length" if one was cut off. reason: why there is no
+    answer, where the end is "skipped".
+    """
 
     key: str
     text: str
     tokens: tuple[int, ...]
     end: End
+    windows: int = 1
+    reason: str = ""
 
 
 def whole_answer(key: str, deltas: Sequence[AnswerDelta]) -> Answer:
     """The answer from all its deltas, in order."""
     tokens = tuple(chain(*(delta.tokens for delta in deltas)))
-    return Answer(key, "".join(delta.text for delta in deltas), tokens, deltas[-1].end or "length")
+    last = deltas[-1]
+    text = "".join(delta.text for delta in deltas)
+    return Answer(key, text, tokens, last.end or "length", last.windows, last.reason)
 
 
 def for_generation(config: Config, batch: int) -> Config:
@@ -89,7 +100,7 @@ class Generator:
         max_new_tokens: int = 256,
         stop_ids: tuple[int, ...] | None = None,
     ) -> None:
-        self.config = for_generation(config, batch)
+        self.config, self.batch = for_generation(config, batch), batch
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         self.stop_ids = stop_ids or PromptTemplate(config.data, self.tokenizer).stop_ids
         self.max_new_tokens = max_new_tokens
@@ -106,7 +117,7 @@ class Generator:
 
     def stream(
         self,
-        conversations: Sequence[Example],
+        conversations: Sequence[Example | Document],
         *,
         temperature: float = 0.0,
         top_k: int = 0,
@@ -117,6 +128,7 @@ class Generator:
     ) -> Iterator[AnswerDelta]:
         """Yields the answers as they are decoded; deltas of conversations decoded together are interleaved.
 
+        conversations: or the documents that `prompt` makes of them.
         temperature, top_k, top_p: see jaxthd.ops.sampling.Sampling. What is sampled depends on the seed, the
         conversation's key and the token's number alone.
         every: number of tokens decoded before the host reads them.
@@ -129,8 +141,8 @@ class Generator:
         expected = f"1 to the generator's {self.max_new_tokens}"
         _require("max_new_tokens", most, 1 <= most <= self.max_new_tokens, expected)
         sampling = Sampling(np.float32(temperature), np.int32(top_k), np.float32(top_p))
-        documents = list(map(self._prompt, conversations))
-        keys = [[random_bits(seed, example.key)] for example in conversations]
+        documents = [x if isinstance(x, Document) else self.prompt(x) for x in conversations]
+        keys = [[random_bits(seed, document.key)] for document in documents]
         answers = self._drawing.run(
             self._weights, documents, keys, sampling, every=min(every, most), most=most
         )
@@ -157,13 +169,28 @@ class Generator:
     def why_unusable(self, conversation: Example) -> str:
         """Why the conversation cannot be answered; "" if it can."""
         try:
-            self._prompt(conversation)
+            self.prompt(conversation)
         except UserError as error:
             return str(error)
         return ""
 
-    def _prompt(self, example: Example) -> Document:
-        """The conversation as a document to continue."""
+    def most_seconds(self, conversation: Example) -> float:
+        """Seconds of the longest recording that fits, in a conversation with one recording; 0.0: none does.
+
+        Raises UserError for a conversation whose texts cannot be used.
+        """
+        try:
+            of_length = self._documents.prompts_by_length(conversation)
+        except ValueError as error:
+            raise UserError(f"conversation {conversation.key!r}: {error}") from error
+        limits, step = self._drawing.limits, MIN_SAMPLES
+        steps = range(1, int(limits.seconds * SAMPLE_RATE) // step + 1)
+        fitting = bisect_left(steps, True, key=lambda n: bool(limits.fit(of_length(n * step)).reject_reason))
+        return fitting * step / SAMPLE_RATE
+
+    def prompt(self, example: Example) -> Document:
+        """The conversation as a document to continue. Raises UserError for one that cannot be used, or does
+        not fit."""
         if not example.turns or example.turns[-1].role == "assistant":
             raise UserError(
                 f"conversation {example.key!r} has no turn to answer; expected the user's at its end: add one"
@@ -198,20 +225,3 @@ def check_sampling(temperature: float, top_k: int, top_p: float) -> None:
 def _require(name: str, value: float | int, holds: bool, expected: str) -> None:
     if not holds:
         raise UserError(f"{name} is {value}; expected {expected}: correct it")
-
-
-def load(
-    config: Config, weights: Sequence[str | Path], *, batch: int = 8, max_new_tokens: int = 256
-) -> Generator:
-    """A Generator on config.mesh.
-
-    weights: workdirs of runs, Hugging Face folders (jaxthd.checkpoints.weights.load_weights). batch: most
-    conversations answered together. max_new_tokens: most tokens of an answer.
-    Raises UserError for a config that cannot work on this machine, and for a tokenizer or weights that cannot
-    be used.
-    """
-    check(for_generation(config, batch), trains=False)
-    config = with_kernels(config.without_mtp)
-    mesh = make_mesh(config.mesh)
-    params, buffers = load_model(weights, Blueprint(config), mesh)
-    return Generator(config, mesh, params, buffers, batch=batch, max_new_tokens=max_new_tokens)

@@ -76,14 +76,23 @@ def matches(name: str, patterns: Iterable[str]) -> bool:
 def unmatched(patterns: Sequence[str], names: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
     """(pattern, suggestions) for each pattern that matches no name.
 
-    The suggestions are the names most like it; for a pattern "X.*" they are patterns of the same depth.
+    The suggestions are the names most like it; for a pattern "X.*" they are patterns of the same depth. One
+    that begins with "*.", or has no dot, is compared with the ends of names.
     """
     for pattern in patterns:
-        if not any(matches(name, [pattern]) for name in names):
-            depth, paths = pattern.count("."), [name.split(".") for name in names]
-            above = {dotted((*path[:depth], "*")) for path in paths if len(path) > depth}
-            like = sorted(above) if pattern.endswith(".*") and above else names
-            yield pattern, difflib.get_close_matches(pattern, like, n=3, cutoff=0.0)
+        if any(matches(name, [pattern]) for name in names):
+            continue
+        end = pattern.removeprefix("*.")
+        depth, paths = end.count("."), [tuple(name.split(".")) for name in names]
+        above = {dotted((*path[:depth], "*")) for path in paths if len(path) > depth}
+        if pattern.endswith(".*") and above:
+            like = {name: name for name in sorted(above)}
+        elif end != pattern or not depth:
+            like = {dotted(path[-depth - 1 :]): dotted(path) for path in paths[::-1]}
+        else:
+            like = {name: name for name in names}
+        near = difflib.get_close_matches(end, like, n=3, cutoff=0.0)
+        yield pattern, [like[name] for name in near]
 
 
 def _parameter_paths(model: nnx.Module) -> list[Path]:

@@ -32,7 +32,7 @@ def workdir_of(line: CommandLine) -> Path:
             f"{line.run} names a checkpoint; expected a workdir, which is continued from its newest one. To "
             f"start a new run from this one: --workdir NEW --train.init-from {line.run}"
         )
-    return line.options.workdir or (line.path if line.run else Path("runs") / line.path.stem)
+    return line.options.workdir or line.folder
 
 
 def command_of(config: Config) -> str:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NamedTuple
 
 import tyro
 
+from jaxthd.checkpoints.sources import Settings, open_settings
 from jaxthd.config import Config, MeshConfig
 from jaxthd.config.listing import all_groups, group_names, kind_at, path_of, value_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
@@ -20,7 +21,6 @@ from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
-from jaxthd.files.run_folder import open_settings
 
 PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
     "coordinator": {
@@ -48,7 +48,7 @@ WEIGHTS: dict[str, Any] = {
     "metavar": "WEIGHTS",
     "help": "workdirs of runs (@best or @STEP after one: that checkpoint; @ema, @best+ema, @STEP+ema: its "
     "averaged parameters) or published checkpoints, as in "
-    "train.init_from; by default those of the run in SOURCE",
+    "train.init_from; by default those in SOURCE",
 }
 SAMPLING: dict[str, dict[str, Any]] = {
     "temperature": {
@@ -69,7 +69,8 @@ NO_SUBCOMMANDS = (tyro.conf.AvoidSubcommands,)
 """For tyro: whether there is an encoder is the config file's choice; its fields are options like others."""
 SOURCE = """\
 SOURCE: the workdir of a run (runs/my; runs/my@best, runs/my@2400, runs/my@ema), whose settings are then used;
-its config.json; or a Python file with a function config() -> Config, such as configs/cp2.py.
+its config.json; a published checkpoint (a Hugging Face folder); or a Python file with a function
+config() -> Config, such as configs/cp2.py.
 
 Settings: --GROUP.SETTING VALUE. Those of type bool are set by --GROUP.X or --GROUP.X True, and by
 --GROUP.no-X or --GROUP.X False.
@@ -80,8 +81,8 @@ class CommandLine(NamedTuple):
     """Arguments that a command was given.
 
     config: the settings of the source, with the overrides. path: the config file or the run's folder. run:
-    the run whose settings they are, with its @; None for a config file. options: the command's own. given:
-    dotted names of the settings that the command line gives.
+    the run whose settings they are, with its @; None for others. options: the command's own. given: dotted
+    names of the settings that the command line gives.
     """
 
     config: Config
@@ -90,9 +91,16 @@ class CommandLine(NamedTuple):
     options: argparse.Namespace
     given: tuple[str, ...]
 
+    @property
+    def folder(self) -> Path:
+        """The run's folder; runs/NAME for others, NAME being the config file's or the published folder's."""
+        name = self.path.name if self.path.is_dir() else self.path.stem
+        return self.path if self.run else Path("runs") / name
+
     def weights(self) -> list[str]:
-        """--weights, by default the run's; [] for a config file without it."""
-        return self.options.weights or ([self.run] if self.run else [])
+        """--weights, by default those of the run or the published checkpoint in SOURCE; [] for a config file
+        without it."""
+        return self.options.weights or Settings(self.config, self.path, self.run).weights
 
     def sampling(self) -> dict[str, Any]:
         """The values of SAMPLING's options, as arguments of Generator.stream."""
@@ -133,11 +141,11 @@ def parse_command_line(
     words = list(sys.argv[1:] if argv is None else argv)
     first = words.pop(0) if words and not words[0].startswith("-") else None
     parser = _parser(command, options or {}, about)
+    words, given = _as_flags(words, parser, [x for x, y in (options or {}).items() if _is_flag(y)])
     found, overrides = parser.parse_known_args(words, argparse.Namespace(first=first))
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
     overrides, removed = _without_removed(overrides)
-    overrides, given = _as_flags(overrides, parser)
     if not (source := first or found.config):
         parser.error(
             "SOURCE is missing; expected a config file or a workdir in the first place: "
@@ -157,10 +165,24 @@ def parse_command_line(
     return CommandLine(config, settings.path, settings.run, found, (*replaced, *given))
 
 
-def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[list[str], tuple[str, ...]]:
-    """Returns the words with --GROUP.X True and --GROUP.X=True as --GROUP.X, and False as --GROUP.no-X, for
-    settings of type bool: those are the forms that tyro reads. And the dotted names of the settings that the
-    words set. Ends the process for another value.
+def _is_flag(option: Mapping[str, Any]) -> bool:
+    """Whether one of a command's own options is on or off."""
+    return option.get("action") == "store_true"
+
+
+def _negated(option: str) -> str:
+    """The option that says the opposite: --no-json of --json, --mesh.no-fsdp of --mesh.fsdp, --compile of
+    --no-compile."""
+    group, dot, last = option.removeprefix("--").rpartition(".")
+    return f"--{group}{dot}{last.removeprefix('no-') if last.startswith('no-') else f'no-{last}'}"
+
+
+def _as_flags(
+    words: Sequence[str], parser: argparse.ArgumentParser, own: Collection[str] = ()
+) -> tuple[list[str], tuple[str, ...]]:
+    """Returns the words with --X True and --X=True as --X, and False as --no-X, for settings of type bool and
+    the command's own flags: those are the forms that tyro and argparse read. And the dotted names of the
+    settings that the words set. Ends the process for another value. own: names of the flags.
     """
     known = {of_any_block(x.path): x.types == ("bool",) for group in all_groups() for x in group.settings}
     flags, given, rest = list[str](), dict[str, None](), list(words)
@@ -170,18 +192,20 @@ def _as_flags(words: Sequence[str], parser: argparse.ArgumentParser) -> tuple[li
         option = f"--{path_of(name).replace('_', '-')}"
         group, _, last = option.rpartition(".")
         path = path_of(f"{group}.{last.removeprefix('no-')}")
+        is_own = option.removeprefix("--") in own
         if name.startswith("--") and of_any_block(path) in known:
             given[path] = None
-        if not name.startswith("--") or not known.get(of_any_block(path)) or last.startswith("no-"):
+        is_flag = is_own or (known.get(of_any_block(path)) and not last.startswith("no-"))
+        if not name.startswith("--") or not is_flag:
             flags.append(word)
             continue
         if not has_value and rest and not rest[0].startswith("--"):
             has_value, value = "=", rest.pop(0)
         if has_value and value.lower() not in ("true", "false"):
             parser.error(
-                f"{option} is {value!r}; expected True or False: {option} True, or {group}.no-{last}"
+                f"{option} is {value!r}; expected True or False: {option} True, or {_negated(option)}"
             )
-        flags.append(f"{group}.no-{last}" if value.lower() == "false" else option)
+        flags.append(_negated(option) if value.lower() == "false" else option)
     return flags, tuple(given)
 
 
@@ -297,6 +321,10 @@ def _parser(
     for name, settings in options.items():
         at_home: dict[str, Any] = {"type": home_path} if settings.get("type") is Path else {}
         parser.add_argument(f"--{name}", **{**settings, **at_home})
+        if _is_flag(settings):
+            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
+            negated, dest = _negated(f"--{name}"), name.replace("-", "_")
+            parser.add_argument(negated, dest=dest, action="store_false", **hidden)
     return parser
 
 

@@ -1,14 +1,17 @@
 """Rules about training."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 
 import jax
+from flax import nnx
 
 from jaxthd.config import Config
 from jaxthd.config.findings import Finding, multiples
+from jaxthd.hf.family_names import OurNames, our_names, patterns_of
 from jaxthd.models.adapt import (
+    dotted,
     fp8_projections,
     matches,
     no_projections,
@@ -56,14 +59,35 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             if field == "lora_targets" and any(matches(name, [pattern]) for name in cannot):
                 found += " but routers or routed experts, which have no low-rank matrices"
             what = "projection" if field == "lora_targets" else "parameter"
-            yield Finding(
-                found,
-                f"a pattern of {what} names, such as {', '.join(near)}",
-                "correct it; jaxthd describe runs/my --names lists the names",
-            )
+            yield _no_match(found, what, names, near, our_names(pattern, config.model, _shapes(model)))
     if not any(jax.tree.leaves(trained(model, adapt))):
         change = "freeze less, or set adapt.lora_rank to train low-rank matrices"
         yield Finding("adapt.freeze matches every parameter", "one that trains", change)
+
+
+def _no_match(
+    found: str, what: str, names: Sequence[str], near: Sequence[str], ours: Sequence[OurNames]
+) -> Finding:
+    """The finding that a pattern matches none of `names`, which are those of each `what`. near: the most like
+    it. ours: what it means in published families; then our patterns for that are said in place of these."""
+    meant = []
+    for title, arrays, is_part in ours:
+        if chosen := [name for name in names if name in arrays or f"{name}.w" in arrays]:
+            said = " ".join(map(repr, patterns_of(chosen, names)))
+            note = " (all layers of its kind, which cannot be chosen by themselves)" * is_part
+            meant.append(f"{said} for what {title} calls so{note}")
+    if meant:
+        return Finding(found, f"jaxthd's own name of a {what}, {', or '.join(meant)}", "give that")
+    return Finding(
+        found,
+        f"a pattern of {what} names, such as {', '.join(near)}",
+        "correct it; jaxthd describe runs/my --names lists the names",
+    )
+
+
+def _shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of a model's arrays, by name."""
+    return {dotted(path): x.shape for path, x in nnx.to_flat_state(nnx.state(model)) if hasattr(x, "shape")}
 
 
 def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
@@ -86,12 +110,11 @@ def _fp8(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding("compute.fp8 is set and qwix is not installed", "that package", change)
     model = shapes_of(config, tensor=tensor) if patterns else None
     found_linears = {} if model is None else fp8_projections(model)
-    for pattern, near in unmatched(patterns, list(found_linears)) if model is not None else ():
-        yield Finding(
-            f"compute.fp8 {pattern!r} matches no projection",
-            f"a pattern such as {', '.join(near)}",
-            "correct it; jaxthd describe runs/my --names lists the names",
-        )
+    if model is not None:
+        for pattern, near in unmatched(patterns, list(found_linears)):
+            found = f"compute.fp8 {pattern!r} matches no projection"
+            ours = our_names(pattern, config.model, _shapes(model))
+            yield _no_match(found, "projection", list(found_linears), near, ours)
     odd = {}
     for name, linear in found_linears.items():
         sharding = (linear.sharded_in, linear.sharded_out)

@@ -84,7 +84,7 @@ def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 
 def no_simulation(patch: pytest.MonkeyPatch) -> None:
     """The tests' devices are simulated already."""
-    for module in ("run.startup", "generate", "preferences"):
+    for module in ("run.startup", "inference.model"):
         patch.setattr(f"jaxthd.{module}.simulate_devices", lambda devices: True)
 
 

@@ -35,22 +35,14 @@ def test_the_command_scores_a_folder_on_a_mesh_as_transformers_does(
 ):
     """Heads of 24, one key and value head, 4 groups, 6 experts; see tests/references/text_only.py."""
     monkeypatch.setattr("jaxthd.run.startup.simulate_devices", lambda devices: True)
-    (tmp_path / "text.py").write_text(
-        "from jaxthd.config import Config, DataConfig\n"
-        "from jaxthd.hf.checkpoint import model_config\n\n\n"
-        "def config() -> Config:\n"
-        f"    folder = {str(FOLDER)!r}\n"
-        "    data = DataConfig(tokenizer=folder, capacity=256)\n"
-        "    return Config(data=data, model=model_config(folder))\n"
-    )
     options = {
-        "config": tmp_path / "text.py",
-        "weights": FOLDER,
+        "config": FOLDER,
         "manifest": FOLDER / "documents.jsonl",
         "out": tmp_path / "scores.jsonl",
         "mesh.context": 2,
         "mesh.pipeline": 2,
         "mesh.tensor": 2,
+        "data.capacity": 256,
         "data.workers": 0,
     }
     main(["--every-token", *(str(x) for name, value in options.items() for x in (f"--{name}", value))])

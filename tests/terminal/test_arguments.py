@@ -1,6 +1,7 @@
 """The command line that most commands share: where settings come from, and what --help shows."""
 
 import re
+import shutil
 from operator import attrgetter
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from jaxthd.errors import UserError
 from jaxthd.files.run_folder import write_config
 from jaxthd.models.front_ends import Stacked
 from jaxthd.terminal.arguments import WEIGHTS, CommandLine, parse_command_line
+from tests.hf.published import REFERENCES
 
 OPTIONS = {"weights": WEIGHTS, "top-k": {"type": int, "default": 0, "help": "so many"}}
 FILE = "from jaxthd.config import *\ndef config(): return Config(train=TrainConfig(steps=7))\n"
@@ -70,6 +72,31 @@ def test_every_boolean_setting_takes_true_and_false(run: Path):
         assert found == dict.fromkeys(found, value)
 
 
+@pytest.mark.parametrize("option", ["--json", "--no-compile"])
+def test_a_commands_own_flag_takes_true_and_false(option: str, run: Path, capsys: pytest.CaptureFixture[str]):
+    """As settings do; --compile is the opposite of --no-compile."""
+    flags = {name: {"action": "store_true", "help": "so"} for name in ("json", "no-compile")}
+    name = option.removeprefix("--").replace("-", "_")
+    negated = {"--json": "--no-json", "--no-compile": "--compile"}[option]
+
+    def value(*words: str) -> bool:
+        line = parse_command_line("score", [str(run), *words, "--train.steps", "3"], OPTIONS | flags)
+        assert line.given == ("train.steps",)
+        assert line.config.train.steps == 3
+        other = ({"json", "no_compile"} - {name}).pop()
+        assert getattr(line.options, other) is False
+        return getattr(line.options, name)
+
+    for words in ((option,), (option, "True"), (f"{option}=true",), (negated, option)):
+        assert value(*words) is True
+    for words in ((), (negated,), (option, "False"), (f"{option}=FALSE",), (option, negated)):
+        assert value(*words) is False
+    with pytest.raises(SystemExit):
+        value(option, "b.jsonl")
+    shown = capsys.readouterr().err
+    assert f"{option} is 'b.jsonl'; expected True or False: {option} True, or {negated}" in shown
+
+
 @pytest.mark.parametrize(
     "words", [["--adapt.dora", "1"], ["--adapt.dora=maybe"], ["--adapt.dora", "b.jsonl"]]
 )
@@ -91,6 +118,19 @@ def test_settings_of_a_file_have_no_weights(tmp_path: Path, monkeypatch: pytest.
     line = parse("my.py", "--mesh.data", "4", "--rollout.mesh.data", "2", "--rollout.mesh.tensor=2")
     assert line.config.rollout.mesh == MeshConfig(data=2, tensor=2)
     assert parse("my.py", "--rollout.mesh.no-fsdp").config.rollout.mesh == MeshConfig(fsdp=False)
+
+
+def test_a_published_folder_has_settings_and_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its whole name is that of what is made of it: "qwen3-1.7b" has no suffix."""
+    folder = tmp_path / "qwen3-1.7b"
+    shutil.copytree(REFERENCES / "text_only", folder)
+    monkeypatch.chdir(tmp_path)
+    line = parse("qwen3-1.7b", "--train.steps", "3")
+    assert (line.run, line.weights(), line.folder) == (None, ["qwen3-1.7b"], Path("runs/qwen3-1.7b"))
+    assert (line.config.train.steps, line.config.train.init_from) == (3, (str(folder),))
+    assert parse("qwen3-1.7b", "--weights", "other").weights() == ["other"]
+    (tmp_path / "my.py").write_text(FILE)
+    assert parse("my.py").folder == Path("runs/my")
 
 
 def test_paths_may_be_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

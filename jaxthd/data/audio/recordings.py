@@ -97,7 +97,7 @@ def load_audio(
             else f"{name}: no samples; the file is empty or cut short"
         )
     if len(samples) > most_seconds * rate:
-        raise TooLongError(f"{name}: more than {most_seconds} s, which is all that data.audio_capacity holds")
+        raise TooLongError(f"{name}: {_too_long(most_seconds)}")
     if duration is not None and len(samples) / rate < duration - DURATION_SLACK:
         raise AudioError(
             f"{name}: {len(samples) / rate:.3f} s from offset {offset} s, the manifest says {duration} s; "
@@ -108,6 +108,11 @@ def load_audio(
     if cancels:
         raise AudioError(f"{name}: {CANCELLED}")
     return _resampled(samples, rate, name)
+
+
+def _too_long(most_seconds: float) -> str:
+    holds = f"more than {most_seconds} s, which is all that data.audio_capacity holds"
+    return f"{holds}: raise that, or divide the recording"
 
 
 class RecordingLength(NamedTuple):
@@ -167,9 +172,9 @@ def _require_file(path: Path) -> None:
     try:
         exists = path.is_file()
     except OSError as error:  # a name too long, a folder without permission
-        raise AudioError(f"{path}: cannot be looked up ({error}); correct audio_filepath") from error
+        raise AudioError(f"{path}: cannot be looked up ({error}); correct its path") from error
     if not exists:
-        raise AudioError(f"{path}: no such file; correct audio_filepath in the manifest")
+        raise AudioError(f"{path}: no such file; correct its path")
 
 
 def _require_rate(rate: int, name: str) -> None:
@@ -204,7 +209,7 @@ def from_samples(found: Samples, most_seconds: float = math.inf) -> Float32[np.n
     if found.rate not in RATES:
         raise AudioError(f"{found.rate} samples a second; expected {RATES[0]} to {RATES[-1]}")
     if shape[0] > most_seconds * found.rate:
-        raise TooLongError(f"more than {most_seconds} s, which is all that data.audio_capacity holds")
+        raise TooLongError(_too_long(most_seconds))
     with np.errstate(over="ignore", invalid="ignore"):  # not finite: checked below
         mono, powers = _averaged(found.samples.astype(np.float32).reshape(shape[0], -1))
     if _cancels(np.array(powers), len(mono)):
