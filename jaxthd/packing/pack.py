@@ -41,7 +41,7 @@ class PackReport:
     @property
     def audio_seconds(self) -> float:
         """Seconds of all audio."""
-        return sum(self.seconds)
+        return sum(self.seconds, 0.0)
 
 
 class _Placed(NamedTuple):
