@@ -14,8 +14,9 @@ from dataclasses import replace
 from flax import nnx
 
 from jaxthd.config import Config, MeshConfig
+from jaxthd.config.model import TEXT_ONLY
 from jaxthd.errors import readable_errors
-from jaxthd.models.adapt import dotted, projections
+from jaxthd.models.adapt import names_of, projections
 from jaxthd.planning.parameters import PARTS, Group, parameter_groups, state_bytes
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.arguments import parse_command_line
@@ -58,7 +59,8 @@ def describe(config: Config) -> str:
         if len(of_part) > 1:
             rows.append((part, "in all", *numbers("", of_part, is_llm), ""))
     rows.append(("model", "in all", *numbers("", groups), ""))
-    return f"{aligned(rows, left=(0, 1, 7))}\n\n{_memory(config)}"
+    note = f"\n\nThis is {TEXT_ONLY}." * (config.model.encoder is None)
+    return f"{aligned(rows, left=(0, 1, 7))}{note}\n\n{_memory(config)}"
 
 
 def names(config: Config) -> str:
@@ -66,7 +68,11 @@ def names(config: Config) -> str:
     blueprint = Blueprint(replace(config, mesh=MeshConfig()))
     model, is_trained = blueprint.model, nnx.traversals.flatten_mapping(blueprint.trained)
     rows = [
-        (dotted(path), " x ".join(map(str, variable.shape)), "trained" if is_trained[path] else "frozen")
+        (
+            " or ".join(names_of(model, path)),
+            " x ".join(map(str, variable.shape)),
+            "trained" if is_trained[path] else "frozen",
+        )
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param))
     ]
     can_adapt = "\n".join(projections(model))

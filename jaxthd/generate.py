@@ -101,7 +101,8 @@ def _conversations(options: Namespace, data: DataConfig) -> list[Example]:
     if options.chat is not None:
         if options.audio or options.prompt is not None:
             raise UserError("--chat is given with --audio or --prompt; expected one or the other: drop one")
-        return read_chats(options.chat, prompt=data.prompt, placeholder=data.audio_placeholder)
+        form = {"prompt": data.prompt, "placeholder": data.audio_placeholder}
+        return read_chats(options.chat, columns=data.columns, **form)
     if not options.audio and options.prompt is None:
         return []
     prompt = data.prompt if options.prompt is None else options.prompt

@@ -34,7 +34,7 @@ from jaxthd.config import Config
 from jaxthd.data.example import Example
 from jaxthd.data.packer import OnSkip
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.sources.columns import LineColumns
+from jaxthd.data.sources.columns import require_columns
 from jaxthd.data.sources.lines import entries_of
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.registry import open_source, read_source
@@ -145,20 +145,20 @@ def make_preferences(
 
 def _items(config: Config, options: Namespace) -> tuple[list[Item], list[Skipped], str]:
     """The items to sample hypotheses of, those that cannot be used, and a digest of the manifest."""
-    source = open_source(SourceSetting(options.manifest, "--manifest"))
+    source = open_source(SourceSetting(options.manifest, "--manifest", columns=config.data.columns))
     if not isinstance(source, ManifestSource):
         raise UserError(
             f"--manifest {options.manifest} is no manifest; expected one with recordings in files: correct it"
         )
     examples, skipped = read_source(source, config.data)
+    require_columns([source.columns])
     entries, items = entries_of(source.path), []
-    columns = LineColumns(config.data, options.manifest)
     for example in examples:
         if example.alternatives:
             skipped.append(Skipped(example.key, "it is a preference line; expected a transcript"))
         else:
             entry, folder = entries[int(example.key.partition(":")[0])]
-            items.append(Item(example, columns.rename(entry), folder))
+            items.append(Item(example, source.renamed(entry), folder))
     return items[: options.items], skipped, source.digest()
 
 

@@ -55,6 +55,7 @@ DATA = DataConfig(
     template="chatml",
     system_prompt="Listen.",
     prompt="Say: {audio}",
+    validation_manifest="",
 )
 CONFIG = Config(data=DATA, model=MODEL)
 RATES = (16000, 8000, 11025, 44100)

@@ -1,10 +1,11 @@
 """Whether weights mean the same under the settings that they are read with; what differs is said or refused.
 
-The fields of a model: jaxthd/files/weight_fields.py. Here: LoRA's scale, tokenizers, templates.
+The fields of a model: jaxthd/files/weight_fields.py. Here: LoRA's scale, tokenizers, templates, and which
+weights a run may freeze.
 """
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,9 @@ from jaxthd.config import AdaptConfig, DataConfig
 from jaxthd.data.text.published_tokenizer import other_tokens, read_vocabulary
 from jaxthd.errors import UserError
 from jaxthd.files.tokenizer_files import BUILT_IN
+from jaxthd.models.adapt import PARTS, Frozen, freezing, part_of
 from jaxthd.parallel.processes import is_first
+from jaxthd.steps.blueprint import Blueprint
 
 
 def say_other_settings(path: Path, differing: Mapping[str, tuple[Any, Any]]) -> None:
@@ -92,6 +95,54 @@ def require_same_vocabulary(path: Path, theirs: str | None, ours: str, setting: 
             f"{path} has weights of other added tokens than data.tokenizer {ours}: of its ids {added}. Their "
             f"embeddings are taken as they are; its own tokenizer is {theirs}"
         )
+
+
+def require_frozen_from_sources(blueprint: Blueprint, missing: Collection[str]) -> None:
+    """Raises UserError where parameters would be frozen as they are initialised: what they compute is noise,
+    and no step would change it.
+
+    missing: dotted names of the arrays that no source of weights holds.
+    """
+    adapt, frozen = blueprint.config.adapt, dict[Frozen, list[str]]()
+    for name, by in freezing(blueprint.model, adapt).items():
+        if name in missing:
+            frozen.setdefault(by, []).append(name)
+    if not frozen:
+        return
+    found = [f"{groups_of(names)} by adapt.{by.setting} {by.text}" for by, names in frozen.items()]
+    changes = ["name a checkpoint that holds them in --train.init-from"]
+    if patterns := [repr(by.pattern) for by in frozen if not by.linear]:
+        changes.append(f"leave {' and '.join(patterns)} out of adapt.freeze")
+    if linears := [by.linear for by in frozen if by.linear]:
+        found[-1] += ", and a part with LoRA trains nothing else"
+        if all(part_of(tuple(linear.split("."))) in PARTS for linear in linears):
+            targets = " ".join(map(repr, _of_llm(adapt.lora_targets)))
+            changes.append(f"give LoRA to the LLM alone (--adapt.lora-targets {targets})")
+        names = (name for by, of_it in frozen.items() if by.linear for name in of_it)
+        heads = dict.fromkeys((name.partition(".")[0], "." in name) for name in names)
+        kept = [f"!{head}{'.*' * is_inside}" for head, is_inside in heads]
+        flag = f"--adapt.freeze {' '.join(map(repr, (*adapt.freeze, *kept)))}"
+        changes.append(f"train them beside LoRA ({flag})")
+    raise UserError(
+        "parameters would be frozen with random values, because no source of train.init_from holds them: "
+        f"{'; '.join(found)}. Expected all that is frozen in a checkpoint: {'; or '.join(changes)}"
+    )
+
+
+def _of_llm(patterns: Iterable[str]) -> list[str]:
+    """The patterns of projections, for the decoder's alone."""
+    own = [x for x in patterns if x.partition(".")[0] not in PARTS]
+    return [x if x.startswith(("decoder.", "mtp.")) else f"decoder.{x}" for x in own] or ["decoder.layers.*"]
+
+
+def groups_of(names: Collection[str]) -> str:
+    """The parts of the model that the names belong to, each with its number of arrays."""
+    count: dict[str, int] = {}
+    for name in names:
+        names_of = name.split(".")
+        part = ".".join(names_of[:3]) if names_of[:2] == ["model", "layers"] else names_of[0]
+        count[part] = count.get(part, 0) + 1
+    return ", ".join(f"{part} ({n} {'array' if n == 1 else 'arrays'})" for part, n in count.items())
 
 
 def _warn(text: str) -> None:

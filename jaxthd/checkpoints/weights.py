@@ -20,7 +20,9 @@ from jax.sharding import Mesh
 from jaxtyping import Shaped
 
 from jaxthd.checkpoints.agreement import (
+    groups_of,
     lora_factor,
+    require_frozen_from_sources,
     require_same_vocabulary,
     say_other_settings,
     say_other_template,
@@ -50,14 +52,17 @@ class Weights(NamedTuple):
 def start_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
     """A new run's state on the mesh: the weights of train.init_from, the rest initialised from train.seed.
 
-    Raises UserError where a source does not fit the model.
+    Raises UserError where a source does not fit the model, and for parameters that would stay as they are
+    initialised: frozen, and held by no source.
     """
     config = blueprint.config
     if not config.train.init_from:
+        require_frozen_from_sources(blueprint, named_weights(Weights(*blueprint.abstract_weights)))
         return init_state(blueprint, mesh)
     if has_reference(config) and is_base(config):
         _require_base_alone(config.train.init_from)
-    weights = load_weights(config.train.init_from, blueprint, mesh, setting="--train.init-from")
+    setting = "--train.init-from"
+    weights = load_weights(config.train.init_from, blueprint, mesh, setting=setting, starts=True)
     return new_state(weights, blueprint, mesh)
 
 
@@ -93,11 +98,13 @@ def load_weights(
     *,
     partly: bool = True,
     setting: str = "the sources",
+    starts: bool = False,
 ) -> Weights:
     """The model's arrays in the checkpoint layout (steps/state.py), on their final devices.
 
     partly: arrays that no source holds are initialised from config.train.seed, and reported. False: they are
-    a UserError. setting: what the sources were given as, for messages.
+    a UserError. setting: what the sources were given as, for messages. starts: a run begins with them: those
+    that are initialised and frozen are a UserError.
     Raises UserError where a source is damaged, holds another model or nothing of this one.
     """
     on = canonical_shardings(blueprint, mesh)
@@ -121,15 +128,17 @@ def load_weights(
     arrays: dict[str, Array] = {}
     if missing and not partly:
         raise UserError(
-            f"{', '.join(map(str, sources))}: no weights for {_groups(missing)}; expected those of the whole "
-            f"model: add the checkpoints of its other parts to {setting}"
+            f"{', '.join(map(str, sources))}: no weights for {groups_of(missing)}; expected those of the "
+            f"whole model: add the checkpoints of its other parts to {setting}"
         )
+    if starts:
+        require_frozen_from_sources(blueprint, missing)
     if missing:
         others = [name for name in missing if "lora" not in name.split(".")]
         if len(missing) > len(others):
             _report(f"new: LoRA matrices ({len(missing) - len(others)} arrays)")
         if others:
-            _report(f"initialised at random, because no source holds them: {_groups(others)}")
+            _report(f"initialised at random, because no source holds them: {groups_of(others)}")
         arrays = _made(lambda: named_weights(Weights(*blueprint.initial_weights())), named, missing)
     for reader in readers:
         arrays |= reader.read()
@@ -292,7 +301,7 @@ class _Published:
             _report(f"{self._checkpoint.path}: decoded as they were read: {decoded}")
         unread = self._checkpoint.unread([tensor.name for tensor in self._table])
         if unread:
-            _report(f"{self._checkpoint.path}: not read, being no part of the model: {_groups(unread)}")
+            _report(f"{self._checkpoint.path}: not read, being no part of the model: {groups_of(unread)}")
         return {name: written.array() for name, written in shards.items()}
 
 
@@ -329,13 +338,3 @@ def _report(text: str) -> None:
     """Prints it, from process 0 alone."""
     if is_first():
         print(text)
-
-
-def _groups(names: Sequence[str]) -> str:
-    """The parts of the model that the names belong to, each with its number of arrays."""
-    count: dict[str, int] = {}
-    for name in names:
-        names_of = name.split(".")
-        part = ".".join(names_of[:3]) if names_of[:2] == ["model", "layers"] else names_of[0]
-        count[part] = count.get(part, 0) + 1
-    return ", ".join(f"{part} ({n} {'array' if n == 1 else 'arrays'})" for part, n in count.items())

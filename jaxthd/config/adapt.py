@@ -15,16 +15,18 @@ class AdaptConfig:
 
     freeze: tuple[str, ...] = ()
     """Patterns of parameters that do not train, such as "encoder.*" or "decoder.layers.mamba.*"; and, with a
-    "!" before them, of those that train nevertheless, such as "!decoder.*.norm.weight" beside LoRA. Frozen
-    BatchNorms of the encoder keep their running statistics and normalise by them; frozen routers keep the
-    correction biases of their experts."""
+    "!" before them, of those that train nevertheless, such as "!decoder.*.norm.weight" beside LoRA. A new run
+    must have what is frozen from train.init_from. A tied embedding is the head by name too. Frozen BatchNorms
+    of the encoder keep their running statistics and normalise by them; frozen routers keep the correction
+    biases of their experts."""
     lora_rank: Index = 0
     """Rank of the low-rank matrices (LoRA) added to projections; 0 for none. They train, whatever freeze
     says; everything else in a part that has LoRA is frozen."""
     lora_alpha: float = 16.0
     """The product of the low-rank matrices is scaled by lora_alpha / lora_rank."""
     lora_targets: tuple[str, ...] = ("decoder.layers.*",)
-    """Patterns of the projections that get LoRA, such as "*.q". Routers and routed experts never do."""
+    """Patterns of the projections that get LoRA, such as "decoder.*.q"; "*.q" is the encoder's too. Routers
+    and routed experts never do."""
     lora_dropout: Decay = 0.0
     """Share of the features that do not enter the low-rank matrices of the decoder's projections in a
     training step. The draws are the same on every mesh; encoder and adapter have none."""

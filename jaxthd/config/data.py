@@ -7,11 +7,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from jaxthd.config.values import Index, Range, Unset, numbers_of
+from jaxthd.config.values import Index, Range, Unset, UnsetText, numbers_of
 from jaxthd.errors import UserError
 
 Bounds = tuple[float, float]
 Packing = Literal["first_fit", "best_fit", "best_fit_decreasing", "padded"]
+HELD_OUT = "held_out"
+"""The validation set that is a share of the training sets."""
+
+
+def is_built_in(manifest: str) -> bool:
+    """Whether a manifest is one of the synthetic data sets."""
+    return manifest.partition(":")[0] == "synthetic"
+
+
+def is_held_out(manifest: str) -> bool:
+    """Whether a validation manifest is held_out, or held_out:SHARE."""
+    return manifest.partition(":")[0] == HELD_OUT
 
 
 @dataclass(frozen=True)
@@ -104,20 +116,23 @@ class DataConfig:
     MANIFEST::TARS: its recordings are in tar files, as NeMo's are ("m_{0..15}.json::audio_{0..15}.tar").
     "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
     columns: tuple[str, ...] = ()
-    """Names of fields of a manifest's lines and of columns of parquet and arrow files, as FIELD=COLUMN:
-    "audio=speech text=utterance". A line has the column and not the field. In tables without this, audio is
-    "audio" or "audio_filepath", text is "text", "sentence", "transcription" or "transcript", and the other
-    fields have columns of their names. NAME= leaves a field out. Lhotse's cuts have no columns."""
+    """Names that fields have in the data, as FIELD=COLUMN: "audio=speech text=utterance". They are those of a
+    manifest's lines and of their messages (role=speaker content=said), of the columns of parquet and arrow
+    files, and of the custom fields of Lhotse's cuts and supervisions. NAME= leaves a field out. An item
+    without the column keeps its field; a column that no training set has is an error. In tables without this,
+    audio is "audio" or "audio_filepath", text is "text", "sentence", "transcription" or "transcript"."""
     weights: tuple[float, ...] = ()
     """Weights by which documents of each manifest are drawn. Empty: in proportion to their numbers
     of documents."""
     weights_temperature: Annotated[float, Range(0.1)] = 1.0
     """Weights are raised to the power 1 / this: 1 keeps them, more draws small data sets more often, up to
     all alike. Without data.weights it is applied to the numbers of documents."""
-    validation_manifest: str | tuple[str, ...] = "synthetic"
-    """Manifest or Shar directory for validation, as in manifest; "" for none. Several sets each have a name:
-    NAME=PATH, or the name of the file. The results of each set are logged as validation_NAME_loss and so on,
-    and the means over all sets as validation_loss and so on."""
+    validation_manifest: str | tuple[str, ...] = UnsetText("synthetic")
+    """Manifest or Shar directory for validation, as in manifest; "" for none. "held_out:0.05" holds that
+    share of the items of data.manifest out of training, by their names; "held_out" derives the share, which
+    the run keeps. Not given, it is "held_out" where data.manifest names data of your own. Several sets each
+    have a name: NAME=PATH, or the name of the file. The results of each set are logged as
+    validation_NAME_loss and so on, and the means over all sets as validation_loss and so on."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), "synthetic" (a small BPE of the words in the synthetic data), the
     path of a tokenizer.json, or the folder of a checkpoint in Hugging Face's format, whose other files then
@@ -186,11 +201,37 @@ class DataConfig:
             )
         return options
 
+    def described(self, which: ValidationSet) -> str:
+        """The path of a validation set; of a share that is held out also what it is held out of."""
+        return f"{which.path} of {', '.join(self.manifest)}" if is_held_out(which.path) else which.path
+
+    @property
+    def held_out_share(self) -> float | None:
+        """The share of the training items that is held out for validation: 0 for none, None for one that is
+        derived. Raises UserError for one that is no share."""
+        texts = [each.path for each in self.validation_sets if is_held_out(each.path)]
+        if not texts:
+            return 0.0
+        _, colon, number = texts[0].partition(":")
+        try:
+            share = float(number) if colon else None
+        except ValueError:
+            share = 0.0
+        if share is None or 0 < share < 1:
+            return share
+        raise UserError(
+            f"data.validation_manifest is {texts[0]!r}; expected a share of the training items above 0 and "
+            "below 1: set it to held_out:0.05, for example, or to held_out for one that is derived"
+        )
+
     @property
     def validation_sets(self) -> tuple[ValidationSet, ...]:
-        """validation_manifest as sets, in the order given. A path that contains "=" needs a name before it,
-        unless it exists."""
+        """validation_manifest as sets, in the order given; a share that is held out where it was not given
+        and the training data is not built in. A path that contains "=" needs a name before it, unless it
+        exists."""
         given = self.validation_manifest
+        if isinstance(given, UnsetText) and not all(map(is_built_in, self.manifest)):
+            given = HELD_OUT
         manifests = [given] if isinstance(given, str) else given
         manifests = [] if list(manifests) == [""] else manifests
         sets = []
@@ -198,7 +239,7 @@ class DataConfig:
             name, mark, path = split_name(manifest)
             path, tars = split_tars(path)
             if not mark:
-                stem = re.sub(r"[^\w.-]+", "-", Path(path).stem)
+                stem = HELD_OUT if is_held_out(path) else re.sub(r"[^\w.-]+", "-", Path(path).stem)
                 name = stem.strip("-.") or "validation"
             sets.append(ValidationSet(name, path, tars, bool(mark) or len(manifests) > 1))
         return tuple(sets)

@@ -131,6 +131,9 @@ def _like(usual: Block, others: Mapping[str, Block]) -> Block:
     return replace(alike, **{name: getattr(usual, name) for name in differing})
 
 
+TEXT_ONLY = "a text-only model, which takes no recordings (model.encoder is None)"
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """The speech LLM: encoder, adapter, decoder. A checkpoint depends on all of it, and on nothing else."""

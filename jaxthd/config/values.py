@@ -41,6 +41,14 @@ class Unset(int):
         return hash((Unset, int(self)))
 
 
+class UnsetText(str):
+    """The text of a setting that was not given, as Unset is of a number."""
+
+    def __hash__(self) -> int:
+        """Another hash than that of the text, as of Unset."""
+        return hash((UnsetText, str(self)))
+
+
 Index = Annotated[int, Range(0)]
 """An integer that may be 0."""
 Share = Annotated[float, Range(0, 1)]

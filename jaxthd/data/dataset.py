@@ -21,6 +21,7 @@ from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.position import DataSets
 from jaxthd.data.prompts import Prompt, PromptStream, page_limits
 from jaxthd.data.skipped import Listed, SkipLog, Skipped, main_reasons
+from jaxthd.data.sources.columns import require_columns
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
 from jaxthd.data.sources.registry import read_source, training_sources, validation_sources
 from jaxthd.data.sources.source import Likeness, Source
@@ -82,12 +83,14 @@ class SpeechData:
         self._draws = training and draws_answers(self._objective)
         self._sources = training_sources(data, prompts=self._draws) if training else []
         self._titles = {source.title for source in self._sources}
-        self._validation_sources = validation_sources(data, prompts=self._draws)
+        self._validation_sources = validation_sources(data, self._sources, prompts=self._draws)
         before = len(self.skipped)
         self._training = self._read(self._sources, self._objective)
         self._items = sum(map(len, self._training)) + len(self.skipped) - before
         self._held_out_preferences: dict[str, list[Example]] = {}
         self._validation = {name: self._read_validation(name) for name in self._validation_sources}
+        sources = self._sources or self._validation_sources.values()
+        require_columns([source.columns for source in sources])
         all_held_out = chain(self._validation.values(), self._held_out_preferences.values())
         read, held_out = (sum(map(len, x)) for x in (self._training, all_held_out))
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
@@ -308,9 +311,10 @@ class SpeechData:
     def _read(self, sources: Sequence[Source], objective: Objective | None) -> list[list[Example]]:
         """The examples of each source. objective: what trains on them; None for validation."""
         found, name = [], self._config.train.objective
+        form = {"prompts": self._draws, "audio": self._config.model.encoder is not None}
         for number, source in enumerate(sources):
             examples, skipped = read_source(source, self._config.data, number)
-            usable, others = usable_examples(examples, name, objective, prompts=self._draws)
+            usable, others = usable_examples(examples, name, objective, **form)
             if objective is not None and self._filter:
                 usable, dropped = self._filter.sift(usable, rates=not self._draws)
                 others += dropped
@@ -318,7 +322,7 @@ class SpeechData:
                 usable, others = examples, []
             elif objective is None and compares_answers(self._objective):
                 # A run that compares answers is validated on transcripts and on preferences.
-                compared, _ = usable_examples(examples, name, self._objective)
+                compared, _ = usable_examples(examples, name, self._objective, audio=form["audio"])
                 usable += [example for example in compared if example.alternatives]
                 keys = {example.key for example in usable}
                 others = [item for item in others if item.key not in keys]

@@ -15,7 +15,7 @@ from typing import Any, get_type_hints
 from jaxthd import config as settings
 from jaxthd.config import Config
 from jaxthd.config.block import block_kinds
-from jaxthd.config.data import split_name
+from jaxthd.config.data import is_held_out, split_name
 from jaxthd.config.front_end import front_ends
 from jaxthd.config.listing import dataclass_in, kind_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
@@ -154,7 +154,7 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
 
     def absolute(path: str) -> str:
         """The path of a data set or a tokenizer, absolute; both parts of AUDIO::TARS."""
-        if path in ("", "synthetic", "bytes"):
+        if path in ("", "synthetic", "bytes") or is_held_out(path):
             return path
         if there := existing(path):
             return there
@@ -169,7 +169,7 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
     def of_set(manifest: str) -> str:
         """The same for a validation set, which may be NAME=PATH."""
         if manifest and (there := existing(manifest)):
-            return absolute(manifest) if manifest == "synthetic" else there
+            return absolute(manifest) if manifest == "synthetic" or is_held_out(manifest) else there
         name, mark, path = split_name(manifest)
         return f"{name}={absolute(path)}" if mark else absolute(manifest)
 

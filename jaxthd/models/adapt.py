@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -44,8 +44,17 @@ def is_lora(path: Path) -> bool:
 
 
 def parameter_names(model: nnx.Module) -> list[str]:
-    """Names of all parameters that can be frozen. LoRA's matrices cannot."""
-    return [dotted(path) for path in _parameter_paths(model) if not is_lora(path)]
+    """Names of all parameters that can be frozen. LoRA's matrices cannot. A matrix that is used as two
+    (`also_named` of the model: a tied embedding is the head) has both names."""
+    return [name for path in _parameter_paths(model) if not is_lora(path) for name in names_of(model, path)]
+
+
+def names_of(model: nnx.Module, path: Path) -> list[str]:
+    """All names of a parameter."""
+    return [
+        dotted(path),
+        *(other for name, other in getattr(model, "also_named", ()) if name == dotted(path)),
+    ]
 
 
 def projections(model: nnx.Module) -> dict[str, Linear]:
@@ -133,19 +142,44 @@ def use_fp8(model: nnx.Module, patterns: Sequence[str]) -> None:
 
 def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     """A bool for every parameter, in the place of its array: whether it trains."""
+    frozen = freezing(model, adapt)
+    return nnx.traversals.unflatten_mapping({x: dotted(x) not in frozen for x in _parameter_paths(model)})
+
+
+class Frozen(NamedTuple):
+    """Why a parameter does not train. setting: a field of AdaptConfig. pattern: of that. linear: a projection
+    that has LoRA in the parameter's part; "" where a pattern of `freeze` matches the parameter."""
+
+    setting: str
+    pattern: str
+    linear: str = ""
+
+    @property
+    def text(self) -> str:
+        """The pattern and what it matches, for messages."""
+        return f"{self.pattern!r}" + f", which matches {self.linear}" * bool(self.linear)
+
+
+def freezing(model: nnx.Module, adapt: AdaptConfig) -> dict[str, Frozen]:
+    """Returns why parameters do not train, by their names: a pattern freezes them, or their part has LoRA.
+    LoRA's matrices train, and so does what a pattern with "!" matches.
+    """
     paths = _parameter_paths(model)
-    has_lora = {part_of(path) for path in paths if is_lora(path)}
-
-    frozen = [pattern for pattern in adapt.freeze if not pattern.startswith("!")]
+    lora = {part_of(path): dotted(path[: path.index("lora")]) for path in reversed(paths) if is_lora(path)}
+    patterns = [pattern for pattern in adapt.freeze if not pattern.startswith("!")]
     kept = [pattern[1:] for pattern in adapt.freeze if pattern.startswith("!")]
-
-    def is_trained(path: Path) -> bool:
-        """Whether the parameter trains: LoRA, kept ones, and others not frozen in parts without LoRA."""
-        if is_lora(path) or matches(dotted(path), kept):
-            return True
-        return part_of(path) not in has_lora and not matches(dotted(path), frozen)
-
-    return nnx.traversals.unflatten_mapping({path: is_trained(path) for path in paths})
+    why: dict[str, Frozen] = {}
+    for path in paths:
+        names = names_of(model, path)
+        if is_lora(path) or any(matches(name, kept) for name in names):
+            continue
+        by = next((p for p in patterns if any(matches(name, [p]) for name in names)), None)
+        if by is not None:
+            why[dotted(path)] = Frozen("freeze", by)
+        elif (linear := lora.get(part_of(path))) is not None:
+            target = next((p for p in adapt.lora_targets if matches(linear, [p])), "")
+            why[dotted(path)] = Frozen("lora_targets", target, linear)
+    return why
 
 
 def keeps_router_biases(is_trained: Tree, module: str = "decoder") -> bool:

@@ -117,6 +117,8 @@ class SpeechLM(nnx.Module):
         self.embedding = decoder.normal(shape, vocabulary, std=head_std if is_tied else 1.0)
         self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
         self.head = None if is_tied else decoder.normal(shape, vocabulary, std=head_std)
+        # For patterns of names (models/adapt.py): one matrix is both.
+        self.also_named = (("embedding", "head"),) if is_tied else ()
         # All ranks of a pipeline use it.
         everyone = decoder.with_fsdp(tuple(dict.fromkeys((*decoder_fsdp, PIPELINE))))
         self.mtp = MultiTokenPrediction(config.llm, everyone, compute) if config.llm.mtp_modules else None

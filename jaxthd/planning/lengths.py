@@ -17,6 +17,7 @@ from jaxthd.data.example import Clip, Example, Samples
 from jaxthd.data.filters import Filter
 from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.mixing import mixing_weights
+from jaxthd.data.sources.columns import require_columns
 from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.speech import augmented_key
 from jaxthd.data.text.prompt import PromptTemplate
@@ -64,12 +65,14 @@ def read_examples(
         )
     objective = make_objective(config.train.objective, config.train.objective_options)
     draws = draws_answers(objective)
-    for number, source in enumerate(training_sources(data, prompts=draws)):
+    read = training_sources(data, prompts=draws)
+    for number, source in enumerate(read):
         examples, skipped = read_source(source, data, number)
         usable, others = usable_examples(examples, config.train.objective, objective, prompts=draws)
         skips = f"{len(skipped) + len(others):,} lines skipped"
         say(f"{source.title}: {len(usable):,} documents, {skips}")
         sources.append(usable)
+    require_columns([source.columns for source in read])
     if needs_mismatched(objective):
         sources = _with_mismatched(sources, config)
     total = sum(map(len, sources))

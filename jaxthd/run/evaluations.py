@@ -39,7 +39,7 @@ def evaluated_settings(config: Config, weights: Sequence[str | Path]) -> dict[st
     return {
         "weights": [os.path.abspath(source) for source in weights],
         "checkpoint": None,
-        "sets": {each.name: each.path for each in sets},
+        "sets": {each.name: data.described(each) for each in sets},
         "tarred_audio": [each.tars for each in sets] if any(each.tars for each in sets) else "",
         "tokenizer": tokenizer_digest(data.tokenizer),
         **{name: getattr(data, name) for name in _SETTINGS},

@@ -44,6 +44,8 @@ def end_report(
     if skipped:
         parts.append(f"  skipped: {skipped}")
     parts.append(f"\nTrained: {parameters}, on {', '.join(config.data.manifest)}")
+    if config.train.validate_every and (sets := config.data.validation_sets):
+        parts.append(f"Validated: on {', '.join(map(config.data.described, sets))}")
     parts += [*_samples(hypotheses, normalise), *supplied]
     picture = workdir / "curves.png"
     if picture.exists():

@@ -14,7 +14,8 @@ from typing import Annotated, Any, NamedTuple
 import tyro
 
 from jaxthd.checkpoints.sources import Settings, open_settings
-from jaxthd.config import Config, MeshConfig
+from jaxthd.config import Config, DataConfig, MeshConfig
+from jaxthd.config.data import is_built_in
 from jaxthd.config.listing import all_groups, group_names, kind_at, path_of, value_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.config.values import with_value
@@ -161,8 +162,20 @@ def parse_command_line(
     )
     # After the present settings, because some removed ones change what these give: manifests and their tars.
     config, replaced = _with_removed(config, removed)
+    config = _with_own_validation(settings.config, config, (*replaced, *given))
     config = with_absolute_paths(config, Path.cwd())
     return CommandLine(config, settings.path, settings.run, found, (*replaced, *given))
+
+
+def _with_own_validation(before: Config, config: Config, given: Collection[str]) -> Config:
+    """The config without the built-in validation set of the source, where the command line replaces built-in
+    training data with the user's own and names no validation set: that of the source is of other data."""
+    sets = [x.path for x in before.data.validation_sets]
+    was_built_in = bool(sets) and all(map(is_built_in, (*sets, *before.data.manifest)))
+    is_own = not any(map(is_built_in, config.data.manifest))
+    if "data.validation_manifest" in given or not (was_built_in and is_own):
+        return config
+    return with_value(config, "data.validation_manifest", DataConfig().validation_manifest)
 
 
 def _is_flag(option: Mapping[str, Any]) -> bool:

@@ -15,6 +15,7 @@ import jax
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.weights import start_state
 from jaxthd.config import Config
+from jaxthd.config.model import TEXT_ONLY
 from jaxthd.data.dataset import SpeechData
 from jaxthd.figures.curves import draw_curves
 from jaxthd.files.jsonl import read_lines
@@ -26,6 +27,7 @@ from jaxthd.kernels.programs import ProgramCount
 from jaxthd.models.adapt import split
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.parallel.processes import is_first, require_same
+from jaxthd.planning.held_out import with_held_out
 from jaxthd.planning.layout_choice import keep_layout, with_layout
 from jaxthd.planning.sizes import with_sizes
 from jaxthd.run.display import Display
@@ -72,7 +74,7 @@ def run_training(
     """
     # The workdir keeps the config as it was given: another machine may admit other kernels.
     start = time.monotonic()
-    given = with_sizes(config, workdir)
+    given = with_sizes(with_held_out(config, workdir), workdir)
     config = prepared(with_layout(given, workdir))
     with ExitStack() as stack:
         stack.enter_context(goes_on_unread())
@@ -227,4 +229,5 @@ def parameters_text(blueprint: Blueprint) -> str:
     """The number of parameters that train, and of the frozen ones, for people."""
     own, frozen = split(abstract_state(blueprint).params, blueprint.trained)
     own_size, frozen_size = (sum(x.size for x in jax.tree.leaves(tree)) for tree in (own, frozen))
-    return f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0)
+    of_text = f" of {TEXT_ONLY}" * (blueprint.config.model.encoder is None)
+    return f"{own_size:,} parameters" + f" to train and {frozen_size:,} frozen" * (frozen_size > 0) + of_text

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from jaxthd.config import Config
+from jaxthd.config.data import HELD_OUT, is_built_in, is_held_out
 from jaxthd.config.findings import Finding, multiples
 from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.mixing import wrong_weights
@@ -39,7 +40,7 @@ def _without_encoder(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         ("manifest", config.data.manifest, "give the model an encoder"),
         ("validation_manifest", [x.path for x in config.data.validation_sets], '"" for no validation'),
     ):
-        if any(path.partition(":")[0] == "synthetic" for path in paths):
+        if any(map(is_built_in, paths)):
             yield Finding(
                 f'data.{name} has "synthetic", which is speech, with model.encoder None',
                 "text alone, because a model without an encoder takes no recordings",
@@ -120,6 +121,24 @@ def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                 "different names",
                 "write NAME=PATH for all but one of them",
             )
+    yield from refusals(lambda: config.data.held_out_share)
+    paths, manifests = [each.path for each in sets], config.data.manifest
+    if sum(map(is_held_out, paths)) > 1:
+        yield Finding(
+            f"data.validation_manifest is {config.data.validation_manifest}, with {HELD_OUT} twice",
+            "one share that is held out of all training sets",
+            f"write {HELD_OUT}:SHARE once",
+        )
+    is_of_others = sets and all(map(is_built_in, paths)) and not any(map(is_built_in, manifests))
+    if is_of_others and manifests and config.model.encoder is not None:
+        yield Finding(
+            f"data.validation_manifest is {paths[0]!r}, built-in English speech, with data.manifest "
+            f"{' '.join(manifests)}",
+            "validation on data like that of the training",
+            f"set data.validation_manifest to a data set of yours, or to {HELD_OUT}, which holds a share of "
+            "the training data out",
+            is_warning=True,
+        )
     if config.rollout.validation_prompts and not sets:
         yield Finding(
             f"rollout.validation_prompts is {config.rollout.validation_prompts} without a validation set",

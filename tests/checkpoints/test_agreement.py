@@ -9,13 +9,19 @@ from tokenizers.models import WordLevel
 
 from jaxthd.checkpoints.agreement import (
     lora_factor,
+    require_frozen_from_sources,
     require_same_vocabulary,
     say_other_settings,
     say_other_template,
 )
-from jaxthd.config import AdaptConfig, DataConfig
+from jaxthd.checkpoints.weights import Weights, named_weights, start_state
+from jaxthd.config import AdaptConfig, Config, DataConfig, MeshConfig, TrainConfig
 from jaxthd.data.text.published_tokenizer import write_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.hf.checkpoint import model_config
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
+from tests.hf.published import BASE, write_published
 
 LORA = AdaptConfig(lora_rank=4, lora_alpha=16.0)
 RUN = Path("runs/a")
@@ -78,3 +84,68 @@ def test_other_settings_and_another_template_are_said(capsys: pytest.CaptureFixt
     assert "model.llm.blocks.W.window: 128 there, 256 here" in capsys.readouterr().err
     say_other_template(RUN, DataConfig(), DataConfig(template="chatml"))
     assert "data.template: 'plain' there, 'chatml' here" in capsys.readouterr().err
+
+
+# --- what is frozen must come from a checkpoint ---
+
+BOTH = ("*.q", "*.v")
+
+
+@pytest.mark.parametrize(
+    ("adapt", "found", "advice"),
+    [
+        (
+            AdaptConfig(lora_rank=2, lora_targets=BOTH),
+            r"encoder \(\d+ arrays\) by adapt.lora_targets '\*\.q', which matches encoder.blocks.attention.q",
+            ({"lora_targets": ("decoder.*.q", "decoder.*.v")}, {"freeze": ("!encoder.*",)}),
+        ),
+        (
+            AdaptConfig(lora_rank=2, lora_targets=("decoder.*", "adapter.out"), freeze=("embedding",)),
+            r"adapter \(1 array\) by adapt.lora_targets 'adapter.out', which matches adapter.out, and a part",
+            ({"lora_targets": ("decoder.*",)}, {"freeze": ("embedding", "!adapter.*")}),
+        ),
+        (
+            AdaptConfig(freeze=("encoder.sub*", "encoder.blocks.*", "head")),
+            r"encoder \(\d+ arrays\) by adapt.freeze 'encoder.blocks.\*'; encoder .* 'encoder.sub\*'\. ",
+            ({"freeze": ("head",)},),
+        ),
+    ],
+)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_a_frozen_part_that_no_source_holds_is_an_error_whose_advice_helps(
+    adapt: AdaptConfig, found: str, advice: tuple[dict[str, tuple[str, ...]], ...], pipeline: int, llm: Path
+):
+    """An LLM's checkpoint with a new encoder and adapter. The message has the advice, word by word."""
+    config = Config(
+        model=model_config(llm, model=BASE),
+        mesh=MeshConfig(pipeline=pipeline),
+        adapt=adapt,
+        train=TrainConfig(init_from=(str(llm),)),
+    )
+    with pytest.raises(UserError, match=f"frozen with random values, .*: {found}") as raised:
+        start_state(Blueprint(config), make_mesh(config.mesh))
+    names = [name for name in _names(config) if name.startswith(("encoder.", "adapter."))]
+    for each in advice:
+        for field, patterns in each.items():
+            words = " ".join(map(repr, patterns))
+            flag = f"--adapt.{field.replace('_', '-')} {words}"
+            assert flag in str(raised.value) or "out of adapt.freeze" in str(raised.value)
+        require_frozen_from_sources(Blueprint(replace(config, adapt=replace(adapt, **each))), names)
+    require_frozen_from_sources(Blueprint(config), [])
+
+
+def test_without_sources_nothing_may_be_frozen():
+    config = Config(adapt=AdaptConfig(freeze=("encoder.*", "!*.norm*")))
+    with pytest.raises(
+        UserError, match=r"encoder \(\d+ arrays\) by .*: name a checkpoint .*; or leave 'encoder"
+    ):
+        start_state(Blueprint(config), make_mesh(config.mesh))
+
+
+def _names(config: Config) -> list[str]:
+    return [*named_weights(Weights(*Blueprint(config).abstract_weights))]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_published("qwen3", tmp_path_factory.mktemp("frozen") / "llm")

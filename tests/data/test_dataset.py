@@ -307,8 +307,8 @@ def test_a_model_without_an_encoder_reads_no_audio_and_skips_documents_with_reco
     monkeypatch.setattr("jaxthd.data.speech.load_audio", None)
     lines = [{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "x" * n}]}
              for n in (1, 5, 9)]  # fmt: skip
-    write(folder / "text.jsonl", *lines)
-    settings = replace(config(folder, "text.jsonl", "speech.jsonl"), model=ModelConfig(encoder=None))
+    write(folder / "text.jsonl", *lines, {"audio_filepath": "a.wav", "text": "one"})
+    settings = replace(config(folder, "text.jsonl"), model=ModelConfig(encoder=None))
     with SpeechData(settings, folder).training() as loader:
         found = list(islice(loader, 6))
     assert set(keys(found)) == {"1:", "2:", "3:"}
@@ -316,7 +316,14 @@ def test_a_model_without_an_encoder_reads_no_audio_and_skips_documents_with_reco
     reasons = {
         x["key"]: x["reason"] for x in map(json.loads, (folder / "skipped.jsonl").read_text().splitlines())
     }
-    assert reasons["1:a.wav"] == "it holds a recording, and the model has no encoder"
+    assert reasons["4:a.wav"].startswith("it holds a recording, and the model is text-only")
+    # Before anything is compiled: too much of a set, and all of it.
+    few = replace(settings, data=replace(settings.data, max_skipped_share=0.2))
+    with pytest.raises(UserError, match=r"max_skipped_share 0\.2 of .* cannot be used: 1 items .* text-only"):
+        SpeechData(few, folder)
+    settings = replace(config(folder, "speech.jsonl"), model=ModelConfig(encoder=None))
+    with pytest.raises(UserError, match=r"first item is 1:a\.wav: .* text-only .*; expected .* an encoder"):
+        SpeechData(settings, folder)
 
 
 @pytest.mark.parametrize(("context", "rollout_context"), [(1, 4), (4, 1)])

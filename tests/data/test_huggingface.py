@@ -14,6 +14,7 @@ from jaxthd.config import DataConfig
 from jaxthd.data.audio.recordings import AudioError, load_audio
 from jaxthd.data.example import Alternative, Cell, Clip, Example
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.columns import require_columns
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.errors import UserError
@@ -27,9 +28,11 @@ RATE = 8000
 
 
 def read(path: Path, *columns: str, **data: Any) -> tuple[list[Example], list[Skipped]]:
-    source = open_source(SourceSetting(str(path)))
+    source = open_source(SourceSetting(str(path), columns=columns))
     source.digest()
-    return source.read(DataConfig(columns=columns, **data))
+    found = source.read(DataConfig(columns=columns, **data))
+    require_columns([source.columns])
+    return found
 
 
 def decoded(example: Example) -> np.ndarray:
@@ -149,7 +152,7 @@ def test_columns_have_other_names_and_the_rest_are_fields(tmp_path: Path):
     assert example.text == "ONE"
     assert len(decoded(example)) == 8000
     assert dict(example.fields) == {"sentence": "no", "speaker": 3, "spans": [{"word": "one"}]}
-    with pytest.raises(UserError, match=r"data\.columns names 'nothing', and the columns are speech, audio"):
+    with pytest.raises(UserError, match=r"'nothing', which no item of .* fields speech, audio"):
         read(path, "audio=nothing")
     with pytest.raises(UserError, match=r"data\.columns has 'sound='; expected FIELD=COLUMN"):
         read(path, "sound=speech")

@@ -11,7 +11,7 @@ from jaxthd.data.example import Clip
 from jaxthd.data.sources.conversations import TAGS
 from jaxthd.data.sources.manifest import ManifestSource, read_chats
 from jaxthd.data.sources.recordings import other_recordings
-from jaxthd.data.sources.registry import open_source, training_sources
+from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.errors import UserError
 from tests.data.sets import read_manifest
@@ -272,43 +272,3 @@ def test_conversations_to_answer_are_judged_alike(tmp_path: Path):
     lost = {"messages": [{"role": "user", "content": "Who?"}], "wav": "a.wav"}
     with pytest.raises(UserError, match="line 1: wav names a recording that is not read"):
         read_chats(write(tmp_path, lost))
-
-
-# --- data.columns ---
-
-
-def read(path: Path, *columns: str, **data: Any):
-    return open_source(SourceSetting(str(path))).read(DataConfig(columns=columns, **data))
-
-
-def test_columns_rename_the_fields_of_lines(tmp_path: Path):
-    lines = (
-        {"wav": "a.wav", "sentence": "one", "text": "not this"},
-        {"audio_filepath": "noisy.wav", "wav": "b.wav", "sentence": "two"},
-        GOOD,
-    )
-    path = write(tmp_path, *lines)
-    examples, _ = read(path, "audio=wav", "text=sentence")
-    assert [e.key for e in examples] == ["1:a.wav", "2:b.wav", "3:good.wav"]
-    assert [e.text for e in examples] == ["one", "two", "one"]
-    assert [dict(e.fields) for e in examples] == [{}] * 3
-    (example,), _ = read(write(tmp_path, chat("What?", wav="a.wav")), "wav=")
-    assert example.turns[0].parts == ("What?",)
-
-
-def test_a_column_that_no_line_has_is_an_error_but_beside_tables(tmp_path: Path):
-    path = write(tmp_path, GOOD)
-    with pytest.raises(UserError, match=r"names 'sentence', which no line of .*m\.jsonl .* has"):
-        read(path, "text=sentence")
-    with pytest.raises(UserError, match=r"names 'wav', which no line of"):
-        read(write(tmp_path, {"sound_file": "a.wav"}, name="none.jsonl"), "audio=wav")
-    examples, _ = read(path, "text=sentence", manifest=(str(path), "voices.parquet"))
-    assert examples[0].text == "one"
-
-
-def test_columns_that_no_data_set_reads_are_an_error(tmp_path: Path):
-    cut = {"id": "a", "start": 0, "duration": 1, "type": "MonoCut", "supervisions": [], "recording": {}}
-    cuts = str(write(tmp_path, cut, name="cuts.jsonl"))
-    with pytest.raises(UserError, match=r"data\.columns is text=sentence, and .*cuts\.jsonl has no columns"):
-        training_sources(DataConfig(manifest=(cuts,), columns=("text=sentence",)))
-    assert training_sources(DataConfig(manifest=(cuts, "m.jsonl"), columns=("text=sentence",)))

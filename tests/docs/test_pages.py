@@ -3,15 +3,21 @@
 import doctest
 import json
 import re
+import shlex
 from importlib import import_module
 from importlib.util import find_spec
 from operator import attrgetter
 from pathlib import Path
 
 import pytest
+from flax.nnx import traversals
 
+from jaxthd.config import AdaptConfig, Config, LLMConfig, ModelConfig
 from jaxthd.config.listing import all_groups
 from jaxthd.config.removed import REMOVED
+from jaxthd.models.adapt import dotted
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.validate import DeviceFacts, findings
 from tests.data.sets import read_manifest
 from tests.docs.reference import REFERENCE
 
@@ -125,6 +131,31 @@ def test_the_lines_that_the_page_about_data_shows_can_be_read(tmp_path: Path) ->
     assert [len(example.clips) for example in examples] == [1] * len(shown)
     assert [len(example.alternatives) for example in examples] == [0] * 6 + [2, 2, 1]
     assert all(json.loads(line) for line in shown)
+
+
+NEMO = (ROOT / "docs" / "coming_from_nemo.md").read_text()
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_the_translations_of_nemo_s_patterns_hold_for_every_model(tied: bool) -> None:
+    """What a row freezes or adapts is in the model, tied or not, and is what NeMo's own patterns name."""
+    rows = re.findall(r"^\| (.*?) \| .*?`(--adapt\.(?:freeze|lora-targets) [^`]+)`", NEMO, re.M)
+    trains = {}
+    for row, flags in rows:
+        field, *patterns = shlex.split(flags)
+        name = field.removeprefix("--adapt.").replace("-", "_")
+        adapt = AdaptConfig(lora_rank=4 * (name == "lora_targets"), **{name: tuple(patterns)})
+        config = Config(model=ModelConfig(llm=LLMConfig(tied_embedding=tied)), adapt=adapt)
+        if "PATTERN" not in flags:
+            assert findings(config, DeviceFacts("cpu", 1, "cpu")) == [], row
+            flat = traversals.flatten_mapping(Blueprint(config).trained)
+            trains[row] = {dotted(path) for path, is_trained in flat.items() if is_trained}
+    assert len(trains) == 3
+    heads = {name.partition(".")[0] for name in next(names for row, names in trains.items() if "llm" in row)}
+    assert heads == {"encoder", "adapter"}
+    lora = next(names for row, names in trains.items() if "target_modules" in row)
+    assert {name.partition(".")[0] for name in lora if ".lora." in name} == {"decoder"}
+    assert any(name.startswith("encoder.") for name in lora)
 
 
 PARTS = {"context", "conv", "encoder", "experts", "gate"}

@@ -12,12 +12,14 @@ import pytest
 from jaxthd.checkpoints.weights import load_weights, named_weights
 from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
+from jaxthd.describe import describe
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.registry import FAMILIES, export_families
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.score import main
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.training.loop import parameters_text
 from tests.hf.published import REFERENCES, assert_identical, tensors, write_published
 
 FOLDER = REFERENCES / "text_only"
@@ -104,6 +106,15 @@ def test_the_llm_is_taken_out_of_a_speech_model(tmp_path: Path, capsys: pytest.C
     speech = loaded([tmp_path / "text"], model_config(FOLDER, model=ModelConfig(encoder=SMALL)))
     assert "no source holds them: adapter (1 array), encoder (" in capsys.readouterr().out
     np.testing.assert_array_equal(speech["head"], tensors(FOLDER)["lm_head.weight"])
+
+
+def test_a_text_only_model_is_called_so():
+    """Where a run starts, in its report, and by describe: the LLM's checkpoint alone makes one."""
+    text = Config(model=model_config(FOLDER), data=DataConfig(tokenizer=str(FOLDER)))
+    speech = replace(text, model=model_config(FOLDER, model=ModelConfig(encoder=SMALL)))
+    for say in (describe, lambda config: parameters_text(Blueprint(config))):
+        assert "a text-only model, which takes no recordings (model.encoder is None)" in say(text)
+        assert "text-only" not in say(speech)
 
 
 def test_what_a_text_only_model_has_no_use_for_is_refused(tmp_path: Path):

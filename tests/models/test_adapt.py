@@ -91,6 +91,19 @@ def test_patterns_say_what_trains():
     assert some == everything - encoder - {"head"} | norms
 
 
+def test_the_head_of_a_tied_embedding_is_the_embedding():
+    """Patterns name it as either; a pattern with "!" too."""
+    tied = replace(MODEL, llm=replace(MODEL.llm, tied_embedding=True))
+
+    def frozen(*patterns: str) -> set[str]:
+        config = replace(run(AdaptConfig(freeze=patterns)), model=tied)
+        flat = nnx.traversals.flatten_mapping(Blueprint(config).trained)
+        return {dotted(path) for path, is_trained in flat.items() if not is_trained}
+
+    assert frozen("head") == frozen("embedding") == frozen("embedding", "head") == {"embedding"}
+    assert frozen("head", "!embedding") == frozen("embedding", "!head") == set()
+
+
 def test_a_part_with_lora_trains_nothing_else():
     everything = names_that_train(AdaptConfig())
     others = {name for name in everything if name.startswith(("encoder.", "adapter."))}
@@ -367,3 +380,9 @@ def test_names_are_listed_for_patterns(tmp_path: Path, capsys: pytest.CaptureFix
     assert rows["encoder", "in"][5] == rows["LLM", "head"][5] == "none"
     assert rows["adapter", "adapter"][5] == "all"
     assert rows["LLM", "in"][5] not in ("none", "all")
+    config.write_text(
+        "from jaxthd.config import *\n"
+        "def config(): return Config(model=ModelConfig(llm=LLMConfig(tied_embedding=True)))\n"
+    )
+    describe_main(["--config", str(config), "--names", "--adapt.freeze", "head"])
+    assert "embedding or head" in capsys.readouterr().out

@@ -107,7 +107,14 @@ def test_the_report_shows_figures_answers_and_what_comes_next(tmp_path: Path):
     assert "  loss 3.0000 -> 1.0000" in shown
     assert "  validation WER 200.0% -> 50.0%" in shown
     assert "  skipped: 1 of 9 training items (11.1%): gone (1)" in shown
-    assert "Trained: 7 parameters, on synthetic" in shown
+    assert "Trained: 7 parameters, on synthetic\nValidated: on synthetic\n" in text
+    own = replace(
+        CONFIG.data, manifest=("a.jsonl", "b.jsonl"), validation_manifest=("held_out:0.1", "c=c.jsonl")
+    )
+    of_own = end_report(
+        tmp_path, replace(CONFIG, data=own), lines, [], display=DISPLAY, parameters="7", skipped=""
+    )
+    assert "\nValidated: on held_out:0.1 of a.jsonl, b.jsonl, c.jsonl\n" in of_own
     right, wrong = shown.index("Right"), shown.index("Wrong (what was said, what was written)")
     assert shown[right + 1 : right + 4] == ["  one two", "  five", ""]
     assert shown[wrong + 1 : wrong + 8] == [

@@ -142,6 +142,17 @@ CASES = [
         {"data.validation_manifest": ("a=x", "b=y", "a=z")},
         "data.validation_manifest has 2 sets of the name 'a'",
     ),
+    Case(
+        {"data.validation_manifest": "held_out:2"},
+        "data.validation_manifest is 'held_out:2'; expected a share of the training items above 0",
+    ),
+    Case({"data.validation_manifest": "held_out:half"}, "'held_out:half'; expected a share"),
+    Case({"data.validation_manifest": ("held_out:0.1", "a=held_out:0.1")}, "with held_out twice"),
+    Case(
+        {"data.manifest": ("own.jsonl",), "data.validation_manifest": "synthetic"},
+        "'synthetic', built-in English speech, with data.manifest own.jsonl; expected validation on",
+        is_warning=True,
+    ),
     Case({"data.validation_manifest": "libri/clean=x.json"}, "has the name 'libri/clean', of x.json"),
     Case(
         {"data.validation_manifest": "/data/lang=de/dev.json"},

@@ -31,15 +31,46 @@ from jaxthd.data.sources.recordings import in_folder, other_recordings
 from jaxthd.data.sources.source import Files, LineSource
 
 KINDS = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
+_OF_LHOTSE = frozenset("id start duration channel supervisions features recording custom type".split())  # noqa: SIM905
+"""Fields that every cut may have."""
 _OF_CUTS = READ | frozenset("start recording supervisions channel features".split())  # noqa: SIM905
 LOOKED_AT = 20
 """Lines of a file that are looked at to tell cuts from a manifest's lines."""
 
 
 class CutLines(LineSource):
-    """A source of Lhotse cuts, one a line."""
+    """A source of Lhotse cuts, one a line.
 
-    reads_columns = False
+    data.columns names fields of a cut's `custom` and of its supervisions, their own `custom` included: for
+    `audio` a recording in the cut's `custom`, for `text` a field of each supervision, or one of the cut's
+    `custom` as the whole text.
+    """
+
+    def renamed(self, entry: Entry) -> Entry:
+        """Returns a cut with `text` in its supervisions and the other fields of columns in its `custom`."""
+        columns = self.columns
+        if not columns:
+            return entry
+        cut = {
+            name: value for name, value in entry.items() if name in _OF_LHOTSE or name not in columns.dropped
+        }
+        custom = _object(cut.get("custom"))
+        own = columns.rename(custom)
+        if isinstance(own.get("audio"), dict) and columns.named.get("audio") in custom:
+            cut |= _with_recording(cut, own.pop("audio"), custom, columns.named["audio"])
+        supervisions = cut.get("supervisions")
+        if columns.named.get("text") in custom and own.get("text") is not None:
+            cut["supervisions"] = [{"start": 0.0, "duration": cut.get("duration"), "text": own["text"]}]
+        elif isinstance(supervisions, list):
+            cut["supervisions"] = list(map(self._spoken, supervisions))
+        return cut | ({"custom": own} if isinstance(cut.get("custom"), dict) else {})
+
+    def _spoken(self, supervision: Any) -> Any:
+        """A supervision with the text that columns name, of itself or of its `custom`."""
+        if not isinstance(supervision, dict):
+            return supervision
+        fields = _object(supervision.get("custom")) | supervision
+        return supervision | {"text": self.columns.rename(fields).get("text")}
 
     def name_of(self, entry: Entry) -> str:
         """Returns the cut's id."""
@@ -110,6 +141,19 @@ class CutSource(CutLines):
         named, folder = Path(path), self.folders[item.file]
         clip = Clip(named) if _is_here(named, folder) else in_folder(folder)(path)
         return self.turns_of_cut(entry | channels, clip, data)
+
+
+def _object(value: Any) -> Entry:
+    """The value where it is an object; else one without fields."""
+    return value if isinstance(value, dict) else {}
+
+
+def _with_recording(cut: Entry, recording: Entry, custom: Entry, name: str) -> Entry:
+    """The fields of a cut that is of its custom recording: the same range of it, or all where it is not
+    aligned. Source: lhotse.custom (load_custom)."""
+    found = {"recording": recording, "channel": custom.get(f"{name}_channel_selector")}
+    is_aligned = not custom.get(f"{name}_unaligned")
+    return found if is_aligned else found | {"start": 0.0, "duration": recording.get("duration")}
 
 
 def _is_cut(line: bytes) -> bool:

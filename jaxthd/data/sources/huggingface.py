@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from jaxthd.config import DataConfig
 from jaxthd.data.audio.cells import is_list, is_struct
 from jaxthd.data.example import Cell, Clip, Turn
-from jaxthd.data.sources.columns import FIELDS, columns_of
+from jaxthd.data.sources.columns import OF_ITEMS, Columns
 from jaxthd.data.sources.containers import damaged, empty, refuse_other_forms
 from jaxthd.data.sources.huggingface_files import (
     DICT,
@@ -73,13 +73,11 @@ class HuggingFaceSource(FileSource):
 
     def items(self, named: Files, data: DataConfig) -> Iterator["_Row"]:
         """Yields the rows of all files, with the columns that data.columns names."""
-        return self._rows(data.columns, self.unread_recordings)
+        return self._rows(self.columns, self.unread_recordings)
 
-    def entry_of(self, item: "_Row") -> Entry:
-        """Returns a row's fields. Raises ValueError for one that cannot be read."""
-        if isinstance(item.entry, str):
-            raise ValueError(item.entry)
-        return item.entry
+    def renamed(self, entry: Entry) -> Entry:
+        """Returns a row's fields with those of its messages renamed; its columns are read by their names."""
+        return self.columns.in_messages(entry)
 
     def name_of(self, entry: Entry) -> str:
         """Returns the name of the row's recording, or a conversation's id. Raises ValueError."""
@@ -89,17 +87,17 @@ class HuggingFaceSource(FileSource):
         """Returns a digest of the sizes of the files and of the fields of all rows."""
         files = self.named().items
         digest = hashlib.blake2b(repr([path.stat().st_size for path in files]).encode())
-        for row in self._rows(()):
-            digest.update(json.dumps(row.entry, sort_keys=True).encode() + b"\n")
+        for row in self._rows(Columns()):
+            digest.update(json.dumps(row.fields, sort_keys=True).encode() + b"\n")
         return digest.hexdigest()[:16]
 
-    def _rows(self, columns: tuple[str, ...], unread: Counter[str] | None = None) -> Iterator["_Row"]:
+    def _rows(self, columns: Columns, unread: Counter[str] | None = None) -> Iterator["_Row"]:
         """unread: counts columns of recordings that are not read. None: such columns are no error."""
         import_pyarrow(self.path)
-        setting, named, files = self.setting.field, columns_of(columns), self.named().items
+        setting, files = self.setting.field, self.named().items
         counts: Counter[Path] = Counter()
         for path in files:
-            for row in _rows_of(path, named, self.path, setting, unread):
+            for row in _rows_of(path, columns, self.path, setting, unread):
                 counts[path] += 1
                 yield row._replace(number=counts.total())
             if not counts[path]:
@@ -119,16 +117,23 @@ class HuggingFaceSource(FileSource):
 
 
 class _Row(NamedTuple):
-    """A row as a manifest's entry, or why it cannot be read. cell: its recording; None for text alone.
+    """A row. fields: as a manifest's entry, or why they cannot be read. cell: its recording; None for text
+    alone.
 
     number, where: as FileSource.items has them.
     """
 
-    entry: Entry | str
+    fields: Entry | str
     path: Path
     cell: Cell | None = None
     number: int = 0
     where: str = ""
+
+    def entry(self) -> Entry:
+        """Returns the row's fields. Raises ValueError for a row that cannot be read."""
+        if isinstance(self.fields, str):
+            raise ValueError(self.fields)
+        return self.fields
 
     def locate(self, name: str) -> Clip:
         """Returns the row's recording: its cell, or the file `name` from the table's folder."""
@@ -138,7 +143,7 @@ class _Row(NamedTuple):
 
 
 def _rows_of(
-    path: Path, named: dict[str, str], title: str, setting: str, unread: Counter[str] | None
+    path: Path, names: Columns, title: str, setting: str, unread: Counter[str] | None
 ) -> Iterator[_Row]:
     """The rows of one file, in order.
 
@@ -148,7 +153,7 @@ def _rows_of(
     refuse_other_forms(path, "a table")
     try:
         table = open_table(path)
-        columns = _Columns.of(table, named)
+        columns = _Columns.of(table, names)
         if unread is not None:
             columns.require_recordings(f"{title} ({setting})")
     except UserError:
@@ -215,23 +220,20 @@ class _Columns(NamedTuple):
     other: str
 
     @classmethod
-    def of(cls, table: Table, named: dict[str, str]) -> "_Columns":
-        """Raises UserError for a column of data.columns that is not there."""
+    def of(cls, table: Table, names: Columns) -> "_Columns":
+        """The columns of the fields that `names` does not name have names of NAMES, or the fields' own."""
         there = [name for name, times in Counter(table.schema.names).items() if times == 1]
-        absent = [column for column in named.values() if column and column not in there]
-        if absent:
-            raise UserError(
-                f"data.columns names {absent[0]!r}, and the columns are {', '.join(there)}; expected one of "
-                "them: correct data.columns"
-            )
-        found = {f: next((n for n in (f, *NAMES.get(f, ())) if n in there), "") for f in FIELDS} | named
+        names.note(there)
+        named = {f: c for f, c in names.named.items() if f in OF_ITEMS and c in there}
+        named |= dict.fromkeys(names.dropped, "")
+        found = {f: next((n for n in (f, *NAMES.get(f, ())) if n in there), "") for f in OF_ITEMS} | named
         audio, rate = found.pop("audio"), found.pop("sampling_rate")
         kinds = {name: table.schema.field(name).type for name in there}
         if audio and is_list(kinds[audio]) and str(kinds[audio].value_type) in _STRINGS:  # paths, not samples
             found["audio"], audio = audio, ""
         taken = {audio, rate, *named, *named.values(), *found.values()}
         fields = {field: column for field, column in found.items() if column}
-        fields |= {name: name for name in there if name not in taken and name not in FIELDS}
+        fields |= {name: name for name in there if name not in taken and name not in OF_ITEMS}
         name = audio if audio and str(kinds[audio]) in _STRINGS else ""
         if audio and is_struct(kinds[audio]) and "path" in {field.name for field in kinds[audio]}:
             name = f"{audio}.path"

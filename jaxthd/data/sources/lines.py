@@ -90,6 +90,10 @@ class Line(NamedTuple):
     where: str
     text: bytes
 
+    def entry(self) -> Entry:
+        """Returns the line's object. Raises ValueError for what is no JSON object."""
+        return parse(self.text)
+
 
 def numbered_lines(files: Sequence[Path]) -> Iterator[Line]:
     """Yields the lines of all files, without blank ones.

@@ -28,7 +28,7 @@ from typing import Any
 
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Alternative, Cell, Clip, Example, Turn, question, utterance
-from jaxthd.data.sources.columns import LineColumns
+from jaxthd.data.sources.columns import Columns
 from jaxthd.data.sources.conversations import conversation_turns, own_prompt, refuse_tags
 from jaxthd.data.sources.lines import (
     READ,
@@ -71,9 +71,8 @@ class ManifestSource(LineSource):
     its `context` or else data.prompt; the assistant turn is its text. Consecutive entries of one role become
     one turn, joined by a space. data.audio_placeholder stands for a recording in the prompt and in the texts
     of conversations, not in transcripts.
-    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, or none with a
-    column of data.columns, if a file is empty or damaged, if manifests and tar files do not match, or if
-    braces cannot be expanded.
+    Raises FileNotFoundError if there is no such file; UserError if it holds no usable line, if a file is
+    empty or damaged, if manifests and tar files do not match, or if braces cannot be expanded.
     Source: NeMo's documentation (ASR and speechlm2 datasets), transformers' (chat templates).
     """
 
@@ -94,14 +93,9 @@ class ManifestSource(LineSource):
         return Files(files, tars, [each.metadata for each in counted], left_out, tuple(notes))
 
     def items(self, named: Files, data: DataConfig) -> Iterator[Line]:
-        """Yields the lines. Raises UserError where none had a column that data.columns names."""
-        title = f"{self.path} ({self.setting.field})"
-        has_columns = self.reads_columns and data.columns
-        self._columns = LineColumns(data, title) if has_columns else None
+        """Yields the lines. Notes what is wrong with tar files."""
         self._tars = TarredAudio(named.tars, named.items, self.setting.field) if named.tars else None
         yield from super().items(named, data)
-        if self._columns:
-            self._columns.require()
         self.read_notes += self._tars.notes if self._tars else []
 
     def turns_of(self, entry: Entry, item: Line, data: DataConfig) -> tuple[Turn, ...]:
@@ -110,11 +104,6 @@ class ManifestSource(LineSource):
         locate = self._tars.locate(entry, file) if self._tars else in_folder(self.folders[file])
         more: dict[str, Any] = {"prompts": self.setting.prompts, "unread": self.unread_recordings}
         return turns_of_entry(entry, locate, data.prompt, data.audio_placeholder, **more)
-
-    def entry_of(self, item: Line) -> Entry:
-        """Returns a line's fields, renamed as data.columns says. Raises ValueError."""
-        entry = parse(item.text)
-        return self._columns.rename(entry) if self._columns else entry
 
     def name_of(self, entry: Entry) -> str:
         """Returns the path of the line's recording, or a conversation's id. Raises ValueError."""
@@ -235,20 +224,26 @@ def _is_conversation(entry: dict[str, Any]) -> bool:
     return "conversations" in entry or "messages" in entry
 
 
-def read_chats(path: str | Path, *, prompt: str = "{audio}", placeholder: str = "{audio}") -> list[Example]:
+def read_chats(
+    path: str | Path,
+    *,
+    prompt: str = "{audio}",
+    placeholder: str = "{audio}",
+    columns: tuple[str, ...] = (),
+) -> list[Example]:
     """Reads conversations to answer, in the formats of a manifest. Each must end with a user turn.
 
-    An utterance needs no text; if it has one, the text is ignored. prompt, placeholder: data.prompt and
-    data.audio_placeholder.
+    An utterance needs no text; if it has one, the text is ignored. prompt, placeholder, columns: data.prompt,
+    data.audio_placeholder and data.columns.
     Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used, or the file.
     """
     path = Path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
-    chats, locate = [], in_folder(path.parent)
+    chats, locate, names = [], in_folder(path.parent), Columns(columns)
     for line in numbered_lines([path]):
         try:
-            entry = parse(line.text)
+            entry = names.rename(parse(line.text))
             if _is_conversation(entry):
                 turns, others = conversation_turns(entry, locate, placeholder)
             else:

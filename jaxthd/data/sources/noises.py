@@ -61,7 +61,6 @@ class RecordingSource(LineSource):
     Lines have audio_filepath and may have offset and duration; other fields are ignored.
     """
 
-    reads_columns = False
     expected = "recordings, a line each with audio_filepath"
 
     def named(self) -> Files:

@@ -9,13 +9,16 @@ in SOURCES; or put it anywhere and register it with register_source, for example
 
 import os
 import re
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.config.data import split_tars
+from jaxthd.config.data import is_held_out, split_tars
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import Skipped, numbered_key
 from jaxthd.data.sources.cuts import CutSource
+from jaxthd.data.sources.held_out import Division, held_out_of
 from jaxthd.data.sources.huggingface import HuggingFaceSource
 from jaxthd.data.sources.lines import expand_braces
 from jaxthd.data.sources.manifest import ManifestSource
@@ -92,22 +95,34 @@ def training_sources(data: DataConfig, *, prompts: bool = False) -> list[Source]
 
     Raises UserError if data.columns is set and none of the data sets reads it.
     """
+    more: dict[str, Any] = {"prompts": prompts, "columns": data.columns}
     sources = [
-        open_source(SourceSetting(path, "data.manifest", tars, "training", prompts=prompts))
+        open_source(SourceSetting(path, "data.manifest", tars, "training", **more))
         for path, tars in map(split_tars, data.manifest)
     ]
     if data.columns and not any(source.reads_columns for source in sources):
         raise UserError(
-            f"data.columns is {' '.join(data.columns)}, and {sources[0].title} has no columns; expected a "
-            "manifest or a table in data.manifest: take data.columns out"
+            f"data.columns is {' '.join(data.columns)}, and the fields of {data.manifest[0]} have their own "
+            "names; expected a data set of yours in data.manifest: take data.columns out"
         )
-    return sources
+    share = data.held_out_share
+    return sources if share == 0 else Division(sources, share, data).training
 
 
-def validation_sources(data: DataConfig, *, prompts: bool = False) -> dict[str, Source]:
-    """The data sets of data.validation_manifest by name. prompts: as in SourceSetting."""
+def validation_sources(
+    data: DataConfig, training: Sequence[Source] = (), *, prompts: bool = False
+) -> dict[str, Source]:
+    """The data sets of data.validation_manifest by name.
+
+    training: training_sources, if these are read too: what is held out of them is then read with them.
+    prompts: as in SourceSetting.
+    """
     field = "data.validation_manifest"
-    return {
-        each.name: open_source(SourceSetting(each.path, field, each.tars, "validation", prompts=prompts))
-        for each in data.validation_sets
-    }
+    more: dict[str, Any] = {"prompts": prompts, "columns": data.columns}
+    found: dict[str, Source] = {}
+    for each in data.validation_sets:
+        if is_held_out(each.path):
+            found[each.name] = held_out_of(training or training_sources(data, prompts=prompts))
+        else:
+            found[each.name] = open_source(SourceSetting(each.path, field, each.tars, "validation", **more))
+    return found

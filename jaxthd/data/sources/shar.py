@@ -27,7 +27,7 @@ from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
 
 TEXTS = ("context", "system_prompt")
-"""Fields of a cut that may be in separate files beside the cuts."""
+"""Fields of a cut that may be in separate files beside the cuts, under the names that data.columns gives."""
 
 
 INDEX = "shar_index.json"
@@ -35,8 +35,15 @@ INDEX = "shar_index.json"
 _NAME = re.compile(r"([^.]+)((?:\..+)?)\.(jsonl|jsonl\.gz|tar)")
 
 
+class Names(NamedTuple):
+    """The names that files of recordings and of TEXTS begin with, before the shard's number."""
+
+    recording: str = "recording"
+    texts: tuple[str, ...] = TEXTS
+
+
 class Shard(NamedTuple):
-    """The files of one shard. texts: the files of those fields of TEXTS that have one, by field."""
+    """The files of one shard. texts: the files of those fields of Names.texts that have one, by field."""
 
     cuts: Path
     recording: Path
@@ -48,15 +55,16 @@ class Shard(NamedTuple):
         return [self.cuts, self.recording, *self.texts.values()]
 
 
-def shar_shards(folder: Path, setting: str) -> list[Shard]:
+def shar_shards(folder: Path, setting: str, names: Names = Names()) -> list[Shard]:  # noqa: B008 - a tuple
     """The shards of a directory, by name.
 
     Raises UserError if it has none, or if one is missing in whole or in part: where numbers, fields or its
     index name what is not there.
     """
     found: dict[str, dict[str, Path]] = {}
-    is_tar = {"recording": {True}, "cuts": {False}} | {name: {False} for name in TEXTS}
-    refuse_unread(folder, re.compile(rf"({'|'.join(is_tar)})(\..+)?\.(jsonl|jsonl\.gz|tar)"), setting)
+    is_tar = {names.recording: {True}, "cuts": {False}} | {name: {False} for name in names.texts}
+    read = "|".join(map(re.escape, is_tar))
+    refuse_unread(folder, re.compile(rf"({read})(\..+)?\.(jsonl|jsonl\.gz|tar)"), setting)
     for path in sorted(folder.iterdir()):
         named = _NAME.fullmatch(path.name)
         if named and (named[3] == "tar") in is_tar.get(named[1], {True, False}):
@@ -71,37 +79,38 @@ def shar_shards(folder: Path, setting: str) -> list[Shard]:
             f"{folder} holds no cuts.*.jsonl or cuts.*.jsonl.gz; expected a Lhotse Shar directory, or a "
             f"manifest instead of a folder: correct {setting}"
         )
-    _require_whole(found, setting)
+    _require_whole(found, setting, names)
     shards = [
-        Shard(paths["cuts"], paths["recording"], {name: paths[name] for name in TEXTS if name in paths})
+        Shard(paths["cuts"], paths[names.recording], {x: paths[x] for x in names.texts if x in paths})
         for _, paths in sorted(found.items())
         if "cuts" in paths
     ]
     require_all_parts([shard.cuts for shard in shards], f"{folder} ({setting})", "number these anew")
-    _require_listed(folder, shards, setting)
+    _require_listed(folder, shards, setting, names)
     return shards
 
 
-def _require_whole(found: dict[str, dict[str, Path]], setting: str) -> None:
+def _require_whole(found: dict[str, dict[str, Path]], setting: str, names: Names) -> None:
     """Raises UserError for a shard without cuts or recordings, or without a text field that others have.
 
     found: the files of a directory by their numbers and fields. A field without cuts counts only with a
     number, or as recordings: other tar files may lie in the directory.
     """
-    texts = {name: paths[name] for paths in found.values() for name in paths if name in TEXTS}
+    texts = {name: paths[name] for paths in found.values() for name in paths if name in names.texts}
+    audio = names.recording
     for suffix, paths in sorted(found.items()):
         if "cuts" not in paths:
-            if "recording" in paths or re.match(r"\.\d+", suffix):
-                path = paths.get("recording") or next(iter(paths.values()))
+            if audio in paths or re.match(r"\.\d+", suffix):
+                path = paths.get(audio) or next(iter(paths.values()))
                 raise UserError(
                     f"{path} has no cuts{suffix}.jsonl.gz beside it; expected the cuts of each shard "
                     f"({setting}): fetch them, or take the file away"
                 )
             continue
-        if "recording" not in paths:
+        if audio not in paths:
             raise UserError(
-                f"{paths['cuts']} has no recording{suffix}.tar beside it; expected the audio of the cuts "
-                f"({setting}): write the Shar directory with the field recording"
+                f"{paths['cuts']} has no {audio}{suffix}.tar beside it; expected the audio of the cuts "
+                f"({setting}): write the Shar directory with the field {audio}"
             )
         if missing := sorted(texts.keys() - paths.keys()):
             raise UserError(
@@ -111,7 +120,7 @@ def _require_whole(found: dict[str, dict[str, Path]], setting: str) -> None:
             )
 
 
-def _require_listed(folder: Path, shards: Sequence[Shard], setting: str) -> None:
+def _require_listed(folder: Path, shards: Sequence[Shard], setting: str, names: Names) -> None:
     """Raises UserError where the directory's index lists files that are not those of the shards."""
     index = folder / INDEX
     if not index.is_file():
@@ -119,7 +128,8 @@ def _require_listed(folder: Path, shards: Sequence[Shard], setting: str) -> None
     try:
         fields = json_object(parse(index.read_bytes())["fields"], "fields")
         listed = {
-            name: [folder / path for path in fields.get(name, [])] for name in ("cuts", "recording", *TEXTS)
+            name: [folder / path for path in fields.get(name, [])]
+            for name in ("cuts", names.recording, *names.texts)
         }
     except (ValueError, LookupError, TypeError) as error:
         raise damaged(index, "", f"it is no index of shards ({error!r})") from error
@@ -180,10 +190,12 @@ class SharSource(CutLines):
         clip = self._indexes[shard].clip(self._recordings[shard].get(name, name))
         if clip.member and clip.member.name.endswith(".nodata"):
             raise ValueError("the cut has no recording")
-        return self.turns_of_cut(entry, clip, data, self._texts[shard].get(name))
+        return self.turns_of_cut(entry, clip, data, self.columns.rename(self._texts[shard].get(name, {})))
 
     def _shards(self) -> list[Shard]:
-        return shar_shards(Path(self.path), self.setting.field)
+        named = self.columns.named
+        names = Names(named.get("audio", "recording"), tuple(named.get(name, name) for name in TEXTS))
+        return shar_shards(Path(self.path), self.setting.field, names)
 
 
 def _members_of_cuts(index: TarIndex) -> dict[str, str]:

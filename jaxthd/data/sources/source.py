@@ -15,8 +15,9 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Alternative, Example, Turn
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.sources.columns import Columns, require_columns
 from jaxthd.data.sources.containers import parts_of
-from jaxthd.data.sources.lines import Entry, Line, expand_braces, fields_beside, numbered_lines, parse
+from jaxthd.data.sources.lines import Entry, Line, expand_braces, fields_beside, numbered_lines
 from jaxthd.data.sources.preferences import alternatives_of
 from jaxthd.errors import UserError
 
@@ -31,6 +32,7 @@ class SourceSetting(NamedTuple):
     field: the configuration field that names the data set, for messages. tarred_audio: its tar files, see
         ManifestSource; "" for none. split: whether it is read for training or for validation. prompts:
         whether items without an answer are wanted too (Example.is_unanswered), because answers are drawn.
+    columns: the names of its fields, as data.columns gives them.
     """
 
     path: str
@@ -39,6 +41,7 @@ class SourceSetting(NamedTuple):
     split: Literal["training", "validation"] = "training"
     source: str = ""
     prompts: bool = False
+    columns: tuple[str, ...] = ()
 
 
 class Containers(NamedTuple):
@@ -59,7 +62,8 @@ class Source(ABC):
     path: the setting's path. title: the data set's name in skipped.jsonl.
     unread_recordings: after `read`, how many items have each field that names a recording and is not read,
         beside one that is.
-    reads_columns: whether it reads data.columns.
+    columns: the names of its fields, and after `read` those that no item has. reads_columns: False for a data
+        set whose fields are always the same.
     """
 
     reads_columns = True
@@ -67,6 +71,7 @@ class Source(ABC):
     def __init__(self, setting: SourceSetting) -> None:
         self.path, self.setting = setting.path, setting
         self.title = f"{setting.source}:{setting.path}" if setting.source else setting.path
+        self.columns = Columns(setting.columns if self.reads_columns else (), self.title)
         self.unread_recordings: Counter[str] = Counter()
 
     @staticmethod
@@ -159,12 +164,13 @@ class FileSource(Source):
     def items(self, named: Files, data: DataConfig) -> Iterator[Any]:
         """Opens what reading needs, yields the items, and notes in `read_notes` what it has come upon.
 
-        Each item has its `number`, from 1, and `where` it lies, for messages.
+        Each item has its `number`, from 1, `where` it lies, for messages, and `entry()`, its fields, which
+        raises ValueError.
         """
 
-    @abstractmethod
-    def entry_of(self, item: Any) -> Entry:
-        """Returns an item's fields. Raises ValueError."""
+    def renamed(self, entry: Entry) -> Entry:
+        """Returns an item's fields by the names that jaxthd gives them, see Columns."""
+        return self.columns.rename(entry)
 
     @abstractmethod
     def name_of(self, entry: Entry) -> str:
@@ -186,10 +192,12 @@ class FileSource(Source):
             raise UserError(f"{title} {holds}, and {tars} its tar files; {expected}: correct one")
         self.read_notes.clear()
         named, examples, skipped = self.named(), list[Example](), list[Skipped]()
+        has_other_names = bool(self.columns)
         for item in self.items(named, data):
             key = f"{item.number}:"
             try:
-                entry = self.entry_of(item)
+                entry = item.entry()
+                entry = self.renamed(entry) if has_other_names else entry
                 key += self.name_of(entry)
                 answers = self.alternatives_of(entry)
                 turns = self.turns_of(entry, item, data)
@@ -197,11 +205,17 @@ class FileSource(Source):
             except ValueError as error:
                 skipped.append(Skipped(key, item.where + str(error)))
         if not examples:
+            require_columns([self.columns])
             listed = "".join(f"\n  {self.item} {key} {reason}" for key, reason in skipped[:5])
             raise UserError(
                 f"{title} has no usable {self.item} ({len(skipped)} skipped); expected {self.expected}: "
                 f"{self.remedy}{listed}"
             )
+        self.read_notes += [
+            f"no {self.item} has {column!r}, which data.columns names: {field} is read by its own name"
+            for field, column in self.columns.named.items()
+            if column in self.columns.absent
+        ]
         return examples, skipped
 
     def containers(self) -> Containers:
@@ -226,10 +240,6 @@ class LineSource(FileSource):
         self.folders = [path.parent for path in named.items]
         """The folder of each file, from which relative paths are taken."""
         return numbered_lines(named.items)
-
-    def entry_of(self, item: Line) -> Entry:
-        """Returns a line's object. Raises ValueError for what is no JSON object."""
-        return parse(item.text)
 
     def existing(self) -> list[Path]:
         """Returns the files that `path` names, with braces. Raises FileNotFoundError where one is missing."""
