@@ -39,9 +39,9 @@ from jaxthd.data.text.special_tokens import read_special_tokens
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.paths import home_path
-from jaxthd.files.run_folder import is_run, read_config, source_of, write_config
+from jaxthd.files.run_folder import FILE, is_run, read_config, source_of, write_config
 from jaxthd.files.tensor_names import ArraySlice
-from jaxthd.files.tokenizer_files import BUILT_IN
+from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER
 from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxthd.hf.export import export
@@ -50,6 +50,7 @@ from jaxthd.hf.generation_config import added_end_tokens, write_generation_confi
 from jaxthd.hf.registry import FORMATS, export_families, formats_help
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import TrainState
 from jaxthd.terminal.tables import size_text
@@ -68,11 +69,12 @@ def import_weights(sources: Sequence[str], out: Path, *, adapter_dim: int = 0) -
     weights = load_weights(sources, Blueprint(config), mesh)
     zero = jnp.zeros((), jnp.int32)
     state = TrainState(zero, zero, zero, weights.params, weights.buffers, ())
-    out.mkdir(parents=True)
-    write_config(out, config)
-    with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(0, state, position={})
-    return read_config(out)
+    with RemovedOnFailure(out, *(out / name for name in ("checkpoints", FOLDER, FILE))):
+        out.mkdir(parents=True, exist_ok=True)
+        write_config(out, config)
+        with Checkpoints(out / "checkpoints", keep=1) as checkpoints:
+            checkpoints.save(0, state, position={})
+        return read_config(out)
 
 
 def export_weights(
@@ -108,24 +110,25 @@ def export_weights(
     # What import wrote (step 0) has "bytes" where no source had a tokenizer.
     is_trained = find_checkpoint(path / "checkpoints", which)[0] > 0
     tokens = _token_ids(config, like) if is_trained or config.data.tokenizer not in BUILT_IN else None
-    for folder, family in folders.items():
-        export(
-            config.model,
-            shapes,
-            take,
-            family,
-            folder,
-            dtype=dtype,
-            like=like if original and family is original.family else None,
-            settings=_token_fields(tokens, family, original) | lora,
-            beside=None if like or not family.token_fields else _tokenizer_folder(config),
-            limit=limit,
-        )
-        if family.token_fields and tokens:
-            write_generation_config(folder, tokens)
-        is_missing = config.data.tokenizer in BUILT_IN and not (folder / "tokenizer.json").exists()
-        if family.token_fields and is_trained and is_missing:
-            write_tokenizer(config.data.tokenizer, folder)
+    with RemovedOnFailure(out, *folders):
+        for folder, family in folders.items():
+            export(
+                config.model,
+                shapes,
+                take,
+                family,
+                folder,
+                dtype=dtype,
+                like=like if original and family is original.family else None,
+                settings=_token_fields(tokens, family, original) | lora,
+                beside=None if like or not family.token_fields else _tokenizer_folder(config),
+                limit=limit,
+            )
+            if family.token_fields and tokens:
+                write_generation_config(folder, tokens)
+            is_missing = config.data.tokenizer in BUILT_IN and not (folder / "tokenizer.json").exists()
+            if family.token_fields and is_trained and is_missing:
+                write_tokenizer(config.data.tokenizer, folder)
     return list(folders)
 
 

@@ -27,11 +27,12 @@ from jaxthd.validate import DeviceFacts, findings
 def main(argv: list[str] | None = None) -> None:
     """Runs the command with these arguments; None: those of the process."""
     names_only = {"action": "store_true", "help": "names of parameters and projections"}
-    config, path, _, options, _ = parse_command_line("describe", argv, {"names": names_only}, __doc__)
+    line = parse_command_line("describe", argv, {"names": names_only}, __doc__)
+    config = line.config
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for finding in findings(config, facts):
         print(f"warning: {finding}", file=sys.stderr)
-    print(f"{path}\n\n{names(config) if options.names else describe(config)}")
+    print(f"{line.path}\n\n{names(config) if line.options.names else describe(config)}")
 
 
 def describe(config: Config) -> str:

@@ -1,9 +1,12 @@
-"""Estimates what a run will cost: memory of a device, bytes on the wire, pipeline bubble.
+"""Estimates a run: memory of a device, time of a step, bytes on the wire, pipeline bubble.
 
     jaxthd estimate configs/nemotron3_nano.py --mesh.data 16
     jaxthd estimate runs/my --no-compile
 
-Bytes of the state are exact. Temporary memory and bytes on the wire are those of the training step, compiled
+The first line says what a device needs, whether it fits, and how long a step takes: on this machine's GPUs;
+on its CPUs, if it has no GPU and the mesh fits them; else on an H100, or on what --device-memory and
+--device-tflops describe. The time is a prediction, from the step's products with weights. Bytes of the state
+are exact. Temporary memory and bytes on the wire are those of the training step, compiled
 for as many simulated CPU devices as the mesh has; no array of the run's size is ever allocated. A GPU's
 compiler may hold more or less at a time. For a config of jaxthd grpo the compiled programs are those of its
 steps: rollouts, scores, the gradient of a batch and the update. Compiling Nemotron-3-Nano takes minutes on
@@ -14,13 +17,16 @@ has, a further part says what the machines' links, storage and loading take, and
 
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
 from jaxthd.config import Config
 from jaxthd.errors import readable_errors
+from jaxthd.kernels.machine import nvidia_gpus
 from jaxthd.objectives.answers import draws_answers
 from jaxthd.parallel.mesh import batch_specs, bytes_of, on_device
 from jaxthd.planning.cluster import GIB, Cluster, describe_cluster
@@ -29,11 +35,13 @@ from jaxthd.planning.compiled_step import Measured, abstract_batch, measure
 from jaxthd.planning.fitting import first_that_fits
 from jaxthd.planning.parameters import state_bytes
 from jaxthd.planning.sizes import with_sizes
+from jaxthd.planning.verdict import Devices, chosen_devices, devices_text, gpus_of, verdict
 from jaxthd.run.startup import simulate_devices
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.forward import objective_of
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.tables import aligned, size_text
+from jaxthd.terminal.waiting import waiting
 from jaxthd.validate import DeviceFacts, validate
 
 _OF_MACHINES = Cluster()
@@ -41,9 +49,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "no-compile": {"action": "store_true", "help": "state, batch and bubble only, at once"},
     "device-memory": {
         "type": float,
-        "default": _OF_MACHINES.memory / GIB,
         "metavar": "GIB",
-        "help": "memory of a device that a run may use",
+        "help": "memory of a device that a run may use; by default what jax takes of this machine's GPU, or "
+        f"{_OF_MACHINES.memory / GIB:g} GiB",
+    },
+    "device-tflops": {
+        "type": float,
+        "metavar": "TFLOPS",
+        "help": "bfloat16 TFLOP/s of a device at its peak; by default those of this machine's GPU, or "
+        f"{_OF_MACHINES.flops / 1e12:g}",
     },
     "gpus-a-machine": {"type": int, "default": _OF_MACHINES.gpus, "metavar": "N", "help": "joined by NVLink"},
     "network-gb": {
@@ -57,38 +71,72 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def main(argv: list[str] | None = None) -> None:
     """Runs the command with these arguments; None: those of the process."""
-    config, path, run, options, _ = parse_command_line("estimate", argv, OPTIONS, __doc__)
+    line = parse_command_line("estimate", argv, OPTIONS, __doc__)
+    config, options = line.config, line.options
     jax.config.update("jax_platforms", "cpu")
     if not options.no_compile:
         simulate_devices(config.mesh.devices)
-    config = with_sizes(config, path if run else Path("runs") / path.stem)
+    with redirect_stdout(sys.stderr):  # standard output begins with the verdict
+        config = with_sizes(config, line.path if line.run else Path("runs") / line.path.stem)
     facts = DeviceFacts(platform="gpu", devices=config.mesh.devices, kind="as many as the mesh needs")
     for warning in validate(config, facts):
         print(f"warning: {warning}", file=sys.stderr)
-    mesh = f"Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {config.mesh.devices} devices."
-    print(f"{path}. {mesh}\n\n{_state(config)}\n\n{describe_bubble(Blueprint(config))}")
+    devices = devices_text(config)
+    about = [f"\n{line.path}. Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {devices}."]
+    about += [_state(config), describe_bubble(Blueprint(config))]
     if options.no_compile:
+        least = size_text(sum(_state_bytes(config).values()) + _batch_bytes(config))
+        print(f"Needs over {least} a device: that is state and batch (--no-compile leaves out the rest)")
+        print(*about, sep="\n\n")
         return
-    drawn = measure_grpo(config) if draws_answers(objective_of(config)) else None
-    memory = options.device_memory * GIB
-    step = drawn.update if drawn else first_that_fits(config, memory, _measured, print)
-    print(f"\n{describe_step(step)}")
+    found, memory, tflops = nvidia_gpus(), options.device_memory, options.device_tflops
+    cluster = Cluster(gpus=options.gpus_a_machine, network=1e9 * options.network_gb)
+    gpus = gpus_of(cluster, found, memory and memory * GIB, tflops and tflops * 1e12)
+    estimated = _estimated(config, gpus)
+    needed, config = estimated.needed, estimated.config
+    on = chosen_devices(config, needed, gpus, is_given=bool(found or memory or tflops))
+    print(verdict(config, needed, None if estimated.programs else estimated.step, on))
+    print(*about, describe_step(estimated.step), sep="\n\n")
     if config.mesh.devices > options.gpus_a_machine:
-        cluster = Cluster(
-            gpus=options.gpus_a_machine,
-            memory=memory,
-            network=1e9 * options.network_gb,
-        )
-        print(f"\n{describe_cluster(config, cluster, step)}")
-    if drawn:
-        print(f"\n{programs_table(drawn.programs)}")
-    print(f"\nCompiled in {step.seconds:.0f} s for simulated CPU devices.")
+        print(f"\n{describe_cluster(config, gpus.cluster, estimated.step)}")
+    if estimated.programs:
+        print(f"\n{programs_table(estimated.programs)}")
+    print(f"\nCompiled in {estimated.step.seconds:.0f} s for simulated CPU devices.")
 
 
-def _measured(config: Config) -> tuple[Measured, int]:
-    """(the figures of the step, the bytes of a device that it takes)."""
-    step, batch = measure(config), on_device(abstract_batch(config), batch_specs(), config.mesh)
-    return step, round(step.state + step.temporary + bytes_of(batch))
+class Estimated(NamedTuple):
+    """The figures of compiled programs.
+
+    config: with the compute.remat that was chosen. needed: bytes of a device. step: the training step, or
+    what stands for it where answers are drawn: then `programs` are those of a step.
+    """
+
+    config: Config
+    needed: int
+    step: Measured
+    programs: list[Program]
+
+
+def _estimated(config: Config, gpus: Devices) -> Estimated:
+    """Compiles the programs of a step, and says so meanwhile."""
+    simulated, batch = devices_text(config, "simulated "), _batch_bytes(config)
+    if draws_answers(objective_of(config)):
+        with waiting(f"compiling the programs of a step for {simulated}"):
+            drawn = measure_grpo(config)
+        needed = drawn.update.state + max(x.held + x.temporary for x in drawn.programs) + batch
+        return Estimated(config, needed, drawn.update, drawn.programs)
+    tried: list[Config] = []
+
+    def compiled(choice: Config) -> tuple[Measured, int]:
+        """(the figures of the step, the bytes of a device that it takes)."""
+        tried.append(choice)
+        remat = choice.compute.remat
+        with waiting(f"compiling the step for {simulated}, with compute.remat {remat}"):
+            step = measure(choice)
+        return step, step.state + step.temporary + batch
+
+    step = first_that_fits(config, gpus.cluster.memory, compiled, partial(print, file=sys.stderr))
+    return Estimated(tried[-1], step.state + step.temporary + batch, step, [])
 
 
 def describe_step(step: Measured) -> str:
@@ -132,13 +180,22 @@ def programs_table(programs: Sequence[Program]) -> str:
 
 def _state(config: Config) -> str:
     """Bytes of the training state, exact, and of a batch."""
-    state = state_bytes(config)
-    del state["gradients"]  # they are temporary
-    state["counters"] = 3 * 4
+    state = _state_bytes(config)
     rows = [("State of a device", ""), *((name, size_text(size)) for name, size in state.items())]
-    batch = bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh))
-    rows += [("in all, exact", size_text(sum(state.values()))), ("batch", size_text(batch))]
+    rows += [("in all, exact", size_text(sum(state.values()))), ("batch", size_text(_batch_bytes(config)))]
     return aligned(rows, left=(0,))
+
+
+def _state_bytes(config: Config) -> dict[str, int]:
+    """Bytes of a device by part of the training state; gradients are temporary."""
+    state = state_bytes(config)
+    del state["gradients"]
+    return state | {"counters": 3 * 4}
+
+
+def _batch_bytes(config: Config) -> int:
+    """Bytes of a device that a step's batch takes."""
+    return int(bytes_of(on_device(abstract_batch(config), batch_specs(), config.mesh)))
 
 
 if __name__ == "__main__":

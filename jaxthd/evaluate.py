@@ -18,7 +18,7 @@ Several processes evaluate together as they train together (jaxthd.train).
 
 import json
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,8 +43,10 @@ from jaxthd.run.evaluations import (
     checkpoint_of,
     evaluated_settings,
     evaluation_folder,
+    holds,
     require_free,
 )
+from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import check, devices_ready
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
@@ -120,21 +122,23 @@ def evaluate(
     config = with_answer_length(config.without_mtp)
     is_chosen = out is None
     weights, out, evaluated = _folder(config, weights, out, beside)
-    outputs = OutputFolder(out)
-    if is_chosen:  # another evaluation at the same time then takes another folder
-        outputs.write_text(SUMMARY, json.dumps({"evaluated": evaluated}) + "\n")
-    model = Model(config, weights)
-    with closing(SpeechData(model.config, out, training=False)) as data:
-        results = _evaluated(model, data)
-        summary = {
-            "evaluated": evaluated,
-            "measured_on": _devices(model),
-            "skipped_documents": len(data.skipped),
-            "sets": {result.name: set_figures(result) for result in results},
-        }
-        for result in results:
-            outputs.write_lines(f"{result.name}.jsonl", map(document_line, result.documents))
-        outputs.write_text(SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
+    with ExitStack() as stack:
+        with RemovedOnFailure(out):
+            outputs = OutputFolder(out)
+            if is_chosen and holds(out) is None:  # another one at the same time then takes another folder
+                outputs.write_text(SUMMARY, json.dumps({"evaluated": evaluated}) + "\n")
+            model = Model(config, weights)
+            data = stack.enter_context(closing(SpeechData(model.config, out, training=False)))
+            results = _evaluated(model, data)
+            summary = {
+                "evaluated": evaluated,
+                "measured_on": _devices(model),
+                "skipped_documents": len(data.skipped),
+                "sets": {result.name: set_figures(result) for result in results},
+            }
+            for result in results:
+                outputs.write_lines(f"{result.name}.jsonl", map(document_line, result.documents))
+            outputs.write_text(SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
         if is_first():
             _draw_gallery(results, data, config.model.encoder, gallery, out / "error_gallery.png")
         print(_table(summary))

@@ -81,15 +81,15 @@ def main(argv: list[str] | None = None) -> None:
     items, skipped, digest = _items(config, options)
     sizes = {name: getattr(options, name) for name in ("samples", "max_new_tokens")}
     sources, settings = _settings(config, weights, {"manifest": digest} | line.sampling() | sizes)
-    out = PreferenceFiles(options.out, options.manifest, settings)
-    for item in skipped:
-        out.skip(*item)
-    rest = [item for item in items if item.example.key not in out.done]
-    if out.done:
-        say(f"{len(items) - len(rest)} of {len(items)} items are done already")
-    if rest:
-        model = load(sources, config, batch=options.batch, max_new_tokens=options.max_new_tokens)
-        make_preferences(model.generator, rest, out, options, line.sampling())
+    with PreferenceFiles(options.out, options.manifest, settings) as out:
+        for item in skipped:
+            out.skip(*item)
+        rest = [item for item in items if item.example.key not in out.done]
+        if out.done:
+            say(f"{len(items) - len(rest)} of {len(items)} items are done already")
+        if rest:
+            model = load(sources, config, batch=options.batch, max_new_tokens=options.max_new_tokens)
+            make_preferences(model.generator, rest, out, options, line.sampling())
     parts = [out.summary(), *pair_lines(options.out), *_next(line, out.pairs)]
     report = options.out.with_suffix(".report.txt")
     with naming(report):

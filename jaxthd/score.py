@@ -42,6 +42,7 @@ from jaxthd.inference.model import Model, check_scored
 from jaxthd.inference.scorer import DocumentScores, in_order
 from jaxthd.parallel.mesh import local_rows
 from jaxthd.parallel.processes import is_first
+from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import check, devices_ready
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
@@ -74,14 +75,16 @@ def main(argv: list[str] | None = None) -> None:
     entries = config.model.llm.vocab_size
     if not 0 <= options.top_k <= entries:
         raise UserError(f"--top-k is {options.top_k}; expected 0 to {entries} (model.llm.vocab_size)")
-    with devices_ready(config.mesh, options):
-        outputs, summary = OutputFolder(options.out.parent), Summary()
+    skipped, folder = options.out.with_suffix(".skipped.jsonl"), options.out.parent
+    new = RemovedOnFailure(options.out, skipped, folder / "inventory.json")
+    with devices_ready(config.mesh, options), new:
+        outputs, summary = OutputFolder(folder), Summary()
         tokenizer = load_tokenizer(config.data.tokenizer)
         scores = score_manifest(
             config,
             weights,
             options.manifest,
-            options.out.with_suffix(".skipped.jsonl"),
+            skipped,
             top_k=options.top_k,
             every_token=options.every_token,
         )

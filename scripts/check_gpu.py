@@ -6,7 +6,7 @@
 Each section runs in its own process, one after the other, so one that fails or hangs does not affect the
 others; compiled side by side, programs take many times as long:
     machine      devices, versions; the rate of a large bf16 matrix product and of a copy
-    kernels      python -m jaxthd.doctor: which attention and scan kernels are admitted, with their errors
+    kernels      python -m jaxthd.doctor --kernels: which kernels are admitted, with their errors
     exact        loss and every gradient of packed ragged documents on the GPU, against float64 on the CPU
     models       the steps of scripts/gpu_models.py at 8,192 tokens: tokens/s, memory, share of the bf16 peak
     dense        packed recordings against one document of as many tokens: 95% of its rate or more is right
@@ -188,7 +188,7 @@ def become(*arguments: str) -> None:
 
 
 def kernels(tiny: bool) -> None:
-    become("-m", "jaxthd.doctor")
+    become("-m", "jaxthd.doctor", "--kernels")
 
 
 def exact(tiny: bool) -> None:

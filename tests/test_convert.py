@@ -55,6 +55,37 @@ def counters(model: ModelConfig) -> dict[str, np.ndarray]:
     return {name: np.zeros((), np.int64) for name in names}
 
 
+@pytest.mark.parametrize("is_there", [False, True], ids=["new", "empty"])
+def test_what_fails_in_the_middle_leaves_nothing(omni, tmp_path, monkeypatch, is_there: bool):
+    """A folder that was there stays, empty: the same command works once the cause is gone."""
+    published, imported = omni
+    commands = {
+        "imported": lambda out: import_weights([str(published)], out),
+        "exported": lambda out: export_weights(imported, out, form="parts"),
+    }
+    with monkeypatch.context() as patch:
+        full = OSError("no space left on device")
+        patch.setattr(convert.Checkpoints, "save", lambda *_, **__: raising(full))
+        patch.setattr(convert, "write_generation_config", lambda *_: raising(full))
+        patch.setattr(convert, "write_tokenizer", lambda *_: raising(full))
+        for name, command in commands.items():
+            if is_there:
+                (tmp_path / name).mkdir()
+            with pytest.raises(OSError, match="no space left"):
+                command(tmp_path / name)
+            assert [*tmp_path.rglob("*")] == [tmp_path / name] * is_there
+            for folder in tmp_path.iterdir():
+                folder.rmdir()
+    if is_there:
+        (tmp_path / "exported").mkdir()
+    commands["exported"](tmp_path / "exported")
+    assert (tmp_path / "exported" / "llm" / "config.json").is_file()
+
+
+def raising(error: Exception) -> None:
+    raise error
+
+
 def test_export_of_an_import_is_bit_identical(omni, tmp_path):
     """Tested in one file and in several; with the vision tower, the tokenizer and the original's settings."""
     published, imported = omni

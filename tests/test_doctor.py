@@ -2,6 +2,8 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,8 +12,12 @@ import jax
 import pytest
 
 from jaxthd import doctor
+from jaxthd.errors import UserError
+from jaxthd.kernels.machine import GPU
 from jaxthd.ops.attention import backends as attention
 from jaxthd.ops.scan import backends as scan
+from jaxthd.run.installation import PURPOSES, unmet
+from jaxthd.terminal.tables import size_text
 
 KINDS = ("attention", attention.BACKENDS), ("scan", scan.BACKENDS)
 TITLES = {"attention": "`compute.attention_backend`", "scan": "Mamba2's scan"}
@@ -22,7 +28,7 @@ import sys
 for name in ("grain", "tyro", "flax", "optax", "orbax", "soundfile", "transformer_engine"):
     sys.modules[name] = None  # importing it fails
 from jaxthd import doctor
-doctor.main(["--json"])
+doctor.main(["--json", "--kernels"])
 """
 
 
@@ -59,10 +65,10 @@ def test_the_doctor_tells_the_truth_with_little_installed(
     measured = list((tmp_path / "jaxthd" / "admission").glob("*-xla-*.json"))
     before = [path.stat().st_mtime_ns for path in measured]
     assert len(before) == 2
-    doctor.main([])
+    doctor.main(["--kernels"])
     out = capsys.readouterr().out
     assert jax.__version__ in out
-    _, *tables, encoder = out.split("\n\n")
+    _, _, *tables, encoder = out.split("\n\n")
     assert encoder.startswith("Encoder attention: bfloat16, ")
     assert encoder.endswith(f"  pallas: {where}\n")
     for (kind, backends), text in zip(KINDS, tables, strict=True):
@@ -79,9 +85,67 @@ def test_the_doctor_tells_the_truth_with_little_installed(
     assert [path.stat().st_mtime_ns for path in measured] == before
 
 
+def test_the_machine_and_the_extras_are_shown_at_once(capsys, monkeypatch: pytest.MonkeyPatch):
+    """Nothing is compiled. The numbers are compared with what the standard library counts."""
+    monkeypatch.setattr(doctor, "admit", None)
+    host, free = doctor.this_host(), shutil.disk_usage(Path.cwd()).free
+    assert host.cores == len(os.sched_getaffinity(0))
+    assert host.free_disk == pytest.approx(free, rel=0.05)
+    assert host.free_memory is not None
+    assert 0 < host.free_memory <= host.memory
+    doctor.main([])
+    machine, extras = capsys.readouterr().out.split("\n\n")
+    facts = dict(re.split(r"  +", line.strip(), maxsplit=1) for line in machine.splitlines()[1:])
+    assert facts["memory"].startswith(size_text(host.memory))
+    assert facts["CPU"].endswith(f"{host.cores} cores")
+    assert facts["disk"].endswith(f"of {size_text(host.disk)}, for the working folder")
+    assert facts["jax"].startswith(f"{jax.__version__}, jaxlib ")
+    assert facts["NVIDIA driver"] == "none"
+    rows = {line.split()[0]: line.split()[1] for line in extras.splitlines()[2:]}
+    assert rows == {name: "no" if unmet(name) else "yes" for name in PURPOSES}
+    assert rows["test"] == "yes"
+
+
+@pytest.mark.parametrize(
+    ("driver", "asked", "expected"),
+    [
+        ("580.159", "", "jax does not use the GPU: pip install -e '.[cuda13]'"),
+        ("550.54", "", "jax does not use the GPU: pip install -e '.[cuda12]'"),
+        ("580.159", "cpu", "jax does not use the GPU, since JAX_PLATFORMS is cpu: leave it unset"),
+    ],
+)
+def test_a_gpu_that_jax_does_not_use_is_what_there_is_to_do(
+    driver: str, asked: str, expected: str, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("JAX_PLATFORMS", asked)
+    gpus = [GPU("NVIDIA L4", 23034 << 20, 20000 << 20, driver)] * 2
+    monkeypatch.setattr(doctor, "nvidia_gpus", lambda: gpus)
+    doctor.main([])
+    machine, _, to_do = capsys.readouterr().out.strip().split("\n\n")
+    assert re.search(r"GPUs +2 x NVIDIA L4, 22.49 GiB, 19.53 GiB free\n", machine)
+    assert re.search(rf"NVIDIA driver +{driver}\n", machine)
+    assert to_do == f"To do\n  {expected}"
+
+
+def test_a_jax_that_cannot_start_is_told_with_the_rest(capsys, monkeypatch: pytest.MonkeyPatch):
+    def broken() -> None:
+        raise UserError("jax cannot start a device (no CUDA): correct its driver")
+
+    monkeypatch.setattr(doctor, "this_machine", broken)
+    doctor.main([])
+    out = capsys.readouterr().out
+    assert "cannot start: see below" in out
+    assert out.endswith("To do\n  jax cannot start a device (no CUDA): correct its driver\n")
+    doctor.main(["--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["machine"] == {"error": report["advice"][0]}
+    with pytest.raises(UserError, match="cannot start"):
+        doctor.main(["--kernels"])
+
+
 def test_a_config_s_problem_is_what_is_measured(tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    doctor.main(["--config", str(ROOT / "configs" / "single.py")])
+    doctor.main(["--kernels", str(ROOT / "configs" / "single.py")])
     out = capsys.readouterr().out
     assert "Attention: float32, 4 query and 2 key/value heads of dim" in out
     assert "Scan: float32, 8 heads of dim" in out

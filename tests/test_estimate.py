@@ -1,6 +1,7 @@
 """Compares the estimate with the state that training makes, and with what a step sends."""
 
 import math
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,9 +98,17 @@ def test_half_as_wide_numbers_are_half_of_what_is_sent_and_need_less() -> None:
 def test_the_text_of_nano_says_what_it_costs(capsys: pytest.CaptureFixture[str]) -> None:
     pipeline = "--mesh.pipeline 2 --mesh.data 4 --train.microbatches 2 --compute.context_exchange all_gather"
     main(["--config", str(NANO), *pipeline.split(), "--no-compile"])
-    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    first, *others = capsys.readouterr().out.splitlines()
+    lines = [line.split() for line in others]
     assert ["State", "of", "a", "device"] in lines
-    assert any(line[:2] == ["in", "all,"] for line in lines)
+    (state,) = (line[-2:] for line in lines if line[:2] == ["in", "all,"])
+    (batch,) = (line[-2:] for line in lines if line[:1] == ["batch"] and len(line) == 3)
+    assert (state[1], batch[1]) == ("GiB", "MiB")
+    said = re.fullmatch(
+        r"Needs over ([\d.]+) GiB a device: that is state and batch \(--no-compile .*\)", first
+    )
+    assert said
+    assert float(said[1]) == pytest.approx(float(state[0]) + float(batch[0]) / 1024, abs=0.011)
     assert ["Bubble:", "33.3%", "of", "the", "step."] in lines
 
 
@@ -220,7 +229,18 @@ def test_the_command_compiles_the_step_and_prices_the_links_of_machines(
         "def config():\n    return small('M*-', MeshConfig(data=2, context=2, tensor=2))\n"
     )
     main([str(file), "--data.prompt", "", "--model.llm.vocab-size", "264", "--gpus-a-machine", "4"])
-    text = capsys.readouterr().out
+    shown = capsys.readouterr()
+    first, _, text = shown.out.partition("\n")
+    needed = re.match(
+        r"Needs ([\d.]+) MiB a device: fits this machine \(8 CPU devices, .* a step, predicted: ", first
+    )
+    assert needed
+    sizes = [
+        re.search(rf"^{name} +([\d.]+) (\w+)$", text, re.M) for name in ("state", "temporary: .*", "batch")
+    ]
+    units = {"KiB": 1 / 1024, "MiB": 1}
+    assert float(needed[1]) == pytest.approx(sum(float(x[1]) * units[x[2]] for x in sizes if x), rel=0.01)
+    assert "compiling the step for 8 simulated devices, with compute.remat none\n" in shown.err
     assert "temporary: gradients, activations" in text
     assert "\ndata + context " in text
     assert "What fails first" in text

@@ -1,6 +1,7 @@
 """The planner: its lengths are the loader's, its recommendations hold, and its report can be pasted."""
 
 import json
+import shlex
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -9,6 +10,7 @@ import numpy as np
 import pytest
 import soundfile
 
+from jaxthd.__main__ import main as run_command
 from jaxthd.config import (
     AugmentConfig,
     Config,
@@ -27,14 +29,16 @@ from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.files.run_folder import read_config
 from jaxthd.models.blocks import MLP, Mamba2
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.plan import main
 from jaxthd.planning import lengths as lengths_module
 from jaxthd.planning.lengths import Lengths, clip_samples, draw, measure, read_examples
-from jaxthd.planning.report import describe_plan
-from jaxthd.planning.search import TOLERANCE, make_plan, percentiles
+from jaxthd.planning.report import describe_plan, describe_saving, recommended_settings
+from jaxthd.planning.search import TOLERANCE, flops_per_slot, make_plan, percentiles
 from jaxthd.planning.simulate import simulate
+from jaxthd.run.metrics_file import read_metrics
 from jaxthd.terminal.arguments import parse_command_line
 from jaxthd.terminal.tables import size_text
 from jaxthd.validate import DeviceFacts, findings
@@ -248,23 +252,138 @@ def test_the_report_prices_documents_in_cudnns_workspace():
     assert "cuDNN" not in describe_plan(make_plan(random_lengths(300), without, 200))
 
 
-def test_the_command_prints_settings_that_can_be_pasted_and_draws(manifest, tmp_path, monkeypatch, capsys):
+def test_the_recommended_buffer_holds_what_is_needed_besides():
+    """The longest document of a validation set, for one; in whole units of slots and of the front end."""
+    config, lengths = replace(CONFIG, mesh=MeshConfig(context=2)), random_lengths(600)
+    best = make_plan(lengths, config, 200).recommended.data
+    needed = best.capacity + 1, best.audio_capacity + 1
+    more = make_plan(lengths, config, 200, needed).recommended
+    assert (more.data.capacity, more.data.audio_capacity) == (best.capacity + 4, best.audio_capacity + 8)
+    assert more.overhead == simulate(lengths, more.config, flops_per_slot(config)).overhead
+
+
+def test_what_is_saved_is_the_work_on_padding():
+    lengths = random_lengths(600)
+    config = replace(CONFIG, data=replace(DATA, capacity=1024, audio_capacity=9000))
+    made = make_plan(lengths, config, 200)
+    now, best = made.configured.overhead, made.recommended.overhead
+    assert now > best + 0.05
+    text = describe_saving(made, config)
+    assert text == (
+        f"Padding adds {best:.1%} to the work on documents, and {now:.1%} as configured: saves "
+        f"{(now - best) / (1 + now):.1%} of a step's work"
+    )
+    as_recommended = made.recommended.config
+    again = make_plan(lengths, as_recommended, 200)
+    assert describe_saving(again, as_recommended).endswith("as configured: saves nothing")
+    assert not recommended_settings(again, as_recommended)
+    unset = Config(model=MODEL)
+    assert "with the sizes that a run derives by itself" in describe_saving(
+        make_plan(lengths, unset, 200), unset
+    )
+    assert set(recommended_settings(made, unset)) >= {"capacity", "audio_capacity", "max_documents"}
+    small = replace(CONFIG, data=replace(DATA, capacity=16))
+    skipped = make_plan(lengths, small, 200)
+    share = skipped.configured.skipped
+    assert f"0.00% of the documents are skipped, and {share:.2%} as configured" in describe_saving(
+        skipped, small
+    )
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A config file in the working folder, whose name a shell would divide; samples are small."""
     monkeypatch.setattr(lengths_module, "LEAST_DRAWN", 500)
     monkeypatch.setattr(lengths_module, "MOST_READ", 40)
-    tiny, picture = tmp_path / "tiny.py", tmp_path / "plan.png"
-    tiny.write_text("from tests.test_plan import CONFIG\n\n\ndef config():\n    return CONFIG\n")
-    options = ["--config", str(tiny), "--data.manifest", str(manifest), "--mesh.context", "2"]
-    main([*options, "--out", str(picture)])
-    text = capsys.readouterr().out
-    assert "53 documents, 1 lines skipped" in text
-    assert "a random sample of 40 of 53 documents" in text
-    assert "context ranks over the mean" in text
-    lines = text.splitlines()
-    flags = [word for x in lines if x.startswith("  --data.") for word in x.strip().split("  ")[0].split()]
-    assert len(flags) == 10
-    pasted = parse_command_line("train", [*options, *flags])[0].data
-    (line,) = (x for x in lines if x.startswith("  DataConfig("))
+    monkeypatch.setattr("jaxthd.plan.MOST_READ", 40)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my tiny.py").write_text(
+        "from tests.test_plan import CONFIG\n\n\ndef config():\n    return CONFIG\n"
+    )
+    return "my tiny.py"
+
+
+def planned(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[list[str], str]:
+    """(the words of the command line that the command begins with, the rest of what it prints)."""
+    capsys.readouterr()
+    main(list(words))
+    first, _, rest = capsys.readouterr().out.partition("\n")
+    return shlex.split(first), rest
+
+
+def test_the_command_begins_with_a_line_that_can_be_pasted(manifest, tiny, capsys):
+    """The words that were typed are kept, but for what is recommended in their place."""
+    typed = [
+        "--mesh.context",
+        "2",
+        "--data.max_documents",
+        "3",
+        "--data.seed=5",
+        "--data.manifest",
+        str(manifest),
+    ]
+    words, rest = planned(capsys, "--config", tiny, *typed, "--out", "plan.png")
+    assert Path("plan.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert words[:6] == ["jaxthd", "train", tiny, "--mesh.context", "2", "--data.seed=5"]
+    assert words.count("--data.max-documents") == 1
+    assert len(rest.splitlines()) == 2
+    pasted = parse_command_line("train", words[2:]).config
+    assert pasted.mesh.context == 2
+    assert pasted.data.seed == 5
+    assert pasted.data.manifest == (str(manifest),)
+    device = DeviceFacts(platform="cpu", devices=2, kind="cpu")
+    assert not [x for x in findings(pasted, device) if not x.is_warning and "data." in str(x)]
+    again, detailed = planned(capsys, *words[2:], "--details", "--out", "plan.png")
+    assert again == words[:2] + words[2:], "what is recommended is kept"
+    assert "a step's work" in detailed.splitlines()[0] or "saves nothing" in detailed.splitlines()[0]
+    for title in ("Documents", "Capacities ", "Audio capacities ", "Maxima ", "Packers ", "Context layouts "):
+        assert f"\n{title}" in detailed
+    (line,) = (x for x in detailed.splitlines() if x.startswith("  DataConfig("))
     data = eval(line, {"DataConfig": DataConfig})
     names = ("capacity", "audio_capacity", "max_documents", "packing", "packing_bins")
-    assert [getattr(pasted, n) for n in names] == [getattr(data, n) for n in names]
-    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert [getattr(pasted.data, n) for n in names] == [getattr(data, n) for n in names]
+
+
+def test_documents_of_the_validation_sets_fit(manifest, tiny, capsys):
+    """The one that is longer than all others gives the capacity; a set that cannot be read is said."""
+    (Path("long.jsonl")).write_text(
+        json.dumps({"messages": [{"role": "assistant", "content": "a" * 1500}]}) + "\n"
+    )
+    sets = ["--data.manifest", str(manifest), "--data.validation-manifest"]
+    found = {}
+    for name in ("long", "missing"):
+        words, _ = planned(capsys, tiny, *sets, f"{name}.jsonl")
+        found[name] = parse_command_line("train", words[2:]).config.data.capacity
+    assert found["long"] >= 1500 > found["missing"]
+    main([tiny, *sets, "missing.jsonl"])
+    assert (
+        "the validation sets are left out, since they cannot be read: no manifest" in capsys.readouterr().err
+    )
+
+
+def test_progress_goes_elsewhere(manifest, tiny, capsys):
+    main([tiny, "--data.manifest", str(manifest)])
+    shown = capsys.readouterr()
+    assert shown.out.startswith("jaxthd train ")
+    assert "53 documents, 1 lines skipped" in shown.err
+    assert "a random sample of 40 of 53 documents" in shown.err
+
+
+@pytest.mark.exhaustive
+def test_the_line_trains_and_a_run_keeps_its_sizes(manifest, tiny, tmp_path, capsys, monkeypatch):
+    """Pasted, it begins a run of these sizes; from then on another workdir is named."""
+    monkeypatch.setattr("jaxthd.run.startup.simulate_devices", lambda devices: True)  # the tests have enough
+    shortened = ["--train.steps", "2", "--train.validate-every", "0", "--data.manifest", str(manifest)]
+    words, _ = planned(capsys, tiny, *shortened)
+    run_command(words[1:])
+    workdir = Path("runs") / "my tiny"
+    pasted = parse_command_line("train", words[2:]).config.data
+    kept = read_config(workdir).data
+    assert (kept.capacity, kept.audio_capacity) == (pasted.capacity, pasted.audio_capacity)
+    for source in (tiny, str(workdir)):
+        words, _ = planned(capsys, source, *shortened)
+        assert words[-2:] == ["--workdir", f"{workdir}-2"]
+    run_command(words[1:])
+    assert len(read_metrics(tmp_path / f"{workdir}-2")) == 2
+    words, _ = planned(capsys, tiny, *shortened)
+    assert words[-1] == f"{workdir}-3"

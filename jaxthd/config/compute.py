@@ -69,7 +69,7 @@ class ComputeConfig:
     "te": Transformer Engine's fused kernels; "cudnn": jax's own cuDNN call. Both need an NVIDIA GPU and
     bfloat16. "pallas": kernels of our own, for windows, shared prompts and decoding too.
     All are for NVIDIA GPUs, and a measurement as the run starts must admit them. "auto": on
-    GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd doctor."""
+    GPUs the first of te, cudnn, pallas, xla that is admitted; xla elsewhere. See jaxthd doctor --kernels."""
     encoder_attention: Annotated[Literal["auto", "blocks", "pallas"], DERIVED] = "auto"
     """The form of the encoder's attention. "blocks": a block after the other, and none without an allowed
     pair; dense in rows of up to 41 s. "pallas": kernels for NVIDIA GPUs; a measurement as the run starts must

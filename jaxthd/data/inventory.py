@@ -245,7 +245,9 @@ def _unusable_text(count: SetCount, skipped: SkipLog, most: float | None) -> str
     verdict = f"more than data.max_skipped_share {most or 0:g} of {which} cannot be used"
     if most is None:
         verdict = f"nothing of {which} can be used"
+    how = f"raise data.max_skipped_share (a run lists each item in its {skipped.path.name}), "
     return (
-        f"{verdict}: {len(whys):,} items of {of}: {main_reasons(whys)}; {skipped.path} lists those that were "
-        "read. Correct the data, raise data.max_skipped_share, or start a new run with larger capacities"
+        f"{verdict}: {len(whys):,} items of {of}: {main_reasons(whys)}. Correct the data, "
+        + how * (most is not None)
+        + "or start a new run with larger capacities"
     )

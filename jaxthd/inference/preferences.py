@@ -6,6 +6,7 @@ The files are appended to as lines are made, continued after a kill, and never o
 import json
 import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from jaxthd.files.jsonl import append_line, keep_lines, naming, read_lines
 from jaxthd.inference.generator import Answer
 from jaxthd.inference.wer import Errors, errors_of
 from jaxthd.run.evaluations import changed_lines
+from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.run.report import SAMPLES, one_line
 
 Line = dict[str, Any]
@@ -134,8 +136,10 @@ def _from(path: Path, folder: Path) -> str:
     return str(path) if path.is_absolute() else os.path.relpath(path, folder)
 
 
-class PreferenceFiles:
+class PreferenceFiles(AbstractContextManager["PreferenceFiles"]):
     """The preference lines of a manifest in the file `path`, and the files beside it.
+
+    A context manager: where what is inside fails before the first line, new files are removed.
 
     settings: what the lines depend on, as JSON. done: keys of the items that have been sampled. pairs: number
     of preference lines.
@@ -145,16 +149,21 @@ class PreferenceFiles:
     def __init__(self, path: Path, manifest: str, settings: dict[str, Any]) -> None:
         self.path, self._manifest = path, manifest
         self._without_spread = path.with_suffix(".without_spread.jsonl")
+        self._settings, skipped = path.with_suffix(".settings.json"), path.with_suffix(".skipped.jsonl")
+        self.done: set[str] = set()
+        self._new = RemovedOnFailure(skipped, self._settings, unless=lambda: bool(self.done))
         path.parent.mkdir(parents=True, exist_ok=True)
         self._require_same(settings)
-        self._skipped = SkipLog(path.with_suffix(".skipped.jsonl"))
-        self.done: set[str] = set()
+        self._skipped = SkipLog(skipped)
         self.pairs = self._all_right = self._all_wrong = 0
         self._chosen = self._rejected = 0.0
         for line in _kept(path):
             self._count_pair(line[ITEM], line["chosen_wer"], line["rejected_wer"])
         for line in _kept(self._without_spread):
             self._count_other(line[ITEM], [hypothesis["wer"] for hypothesis in line["hypotheses"]])
+
+    def __exit__(self, *error: Any) -> None:
+        self._new.__exit__(*error)
 
     def add(self, item: Item, hypotheses: Sequence[Hypothesis]) -> None:
         """Appends an item's line to the file that it belongs to."""
@@ -211,7 +220,7 @@ class PreferenceFiles:
         self._all_wrong += not is_right
 
     def _require_same(self, settings: dict[str, Any]) -> None:
-        path = self.path.with_suffix(".settings.json")
+        path = self._settings
         if not path.exists():
             if self.path.exists():
                 raise UserError(

@@ -1,10 +1,13 @@
-"""Facts about this machine: which kernels can run here, and what a comparison of them holds for."""
+"""Facts about this machine: its memory, its GPUs, and what else a comparison of kernels holds for."""
 
+import os
 import platform
 import re
+import shutil
+import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -28,6 +31,8 @@ PEAK_FLOPS = {
 }
 """Most bfloat16 operations a second of dense matrix products, by words of the device's name, the more exact
 names first. From NVIDIA's data sheets, without sparsity."""
+SMI_SECONDS = 20.0
+"""Seconds that nvidia-smi may take: it wakes GPUs that sleep."""
 _DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -67,6 +72,44 @@ def installed(distribution: str) -> str | None:
         return version(distribution)
     except PackageNotFoundError:
         return None
+
+
+def host_memory() -> int:
+    """Bytes of memory of this machine, or of the control group that the process is in."""
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    limit = Path("/sys/fs/cgroup/memory.max")
+    text = limit.read_text().strip() if limit.is_file() else "max"
+    return min(total, int(text)) if text.isdigit() else total
+
+
+class GPU(NamedTuple):
+    """An NVIDIA GPU, as its driver tells of it. memory, free: bytes. driver: its version."""
+
+    name: str
+    memory: int
+    free: int
+    driver: str
+
+
+def nvidia_gpus() -> list[GPU]:
+    """The GPUs that nvidia-smi lists, whether jax can use them or not; none where there is no driver."""
+    if not (program := shutil.which("nvidia-smi")):
+        return []
+    query = "--query-gpu=name,memory.total,memory.free,driver_version"
+    try:
+        found = subprocess.run(
+            [program, query, "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=SMI_SECONDS,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in found.stdout.splitlines()]
+    # A part of a GPU (MIG) has no memory of its own in this list: "[N/A]".
+    whole = [row for row in rows if len(row) == 4 and row[1].isdigit() and row[2].isdigit()]
+    return [GPU(name, int(most) << 20, int(free) << 20, driver) for name, most, free, driver in whole]
 
 
 def _cuda_versions() -> Any:

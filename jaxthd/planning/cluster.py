@@ -38,7 +38,7 @@ class Cluster:
     """
 
     gpus: int = 8
-    memory: float = 78 * GIB
+    memory: float = 78.0 * GIB
     flops: float = 989e12
     reached: float = 0.4
     nvlink: float = 450e9

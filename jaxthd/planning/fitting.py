@@ -1,17 +1,16 @@
 """Whether a step fits into the devices, by its compiled program; what the backward pass keeps follows."""
 
-import os
 import platform
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import jax
 from jax.sharding import Mesh
 
 from jaxthd.config import Config
+from jaxthd.kernels.machine import host_memory
 from jaxthd.packing.batch import Batch
 from jaxthd.parallel.processes import exchange
 from jaxthd.planning.compiled_step import step_bytes
@@ -95,16 +94,8 @@ def device_memory() -> int | None:
         on_machines = Counter[str]()
         for machine, count in exchange((platform.node(), len(devices))):
             on_machines[machine] += count
-        sizes: list[int | None] = [_host_memory() // on_machines[platform.node()]]
+        sizes: list[int | None] = [host_memory() // on_machines[platform.node()]]
     else:
         sizes = [(device.memory_stats() or {}).get("bytes_limit") for device in devices]
     known = [size for of_process in exchange(sizes) for size in of_process]
     return min(known) if all(known) else None
-
-
-def _host_memory() -> int:
-    """Bytes of memory of this machine, or of the control group that the process is in."""
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    text = limit.read_text().strip() if limit.is_file() else "max"
-    return min(total, int(text)) if text.isdigit() else total

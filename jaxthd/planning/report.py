@@ -1,21 +1,49 @@
-"""The report of `jaxthd plan`: tables of what was tried, and the recommendation, as text."""
+"""The report of `jaxthd plan` as text: what the recommendation saves, and tables of what was tried."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from jaxthd.config import Config
+from jaxthd.config.values import Unset
 from jaxthd.kernels.choose import attention_shapes
 from jaxthd.ops.attention.cudnn import WORKSPACE_MOST, workspace
 from jaxthd.planning.layouts import LAYOUT_COSTS, MULTIPLY_ADDS_PER_BYTE, layout_recommendation
-from jaxthd.planning.search import Plan, audio_mean, percentiles
+from jaxthd.planning.search import SIZES, Plan, audio_mean, percentiles
 from jaxthd.planning.simulate import COSTS, Outcome, balance
 from jaxthd.terminal.tables import size_text, table
 
+SETTINGS = (*SIZES, "packing", "packing_bins")
+"""Settings of data that are recommended."""
+LEAST_SAVED = 0.001
+"""Share of a step's work that is worth a word."""
+
+
+def describe_saving(plan: Plan, config: Config) -> str:
+    """Says what the recommended settings save of a step's work, beside those that a run of the config has."""
+    best, now = plan.recommended, plan.configured
+    derived = any(isinstance(getattr(config.data, name), Unset) for name in SIZES)
+    otherwise = "with the sizes that a run derives by itself" if derived else "as configured"
+    if not now.buffers:
+        return f"No document fits a buffer {otherwise}; here padding adds {best.overhead:.1%} to the work."
+    saved = 1 - (1 + best.overhead) / (1 + now.overhead)
+    text = f"Padding adds {best.overhead:.1%} to the work on documents, and {now.overhead:.1%} {otherwise}: "
+    text += f"saves {saved:.1%} of a step's work" if saved >= LEAST_SAVED else "saves nothing"
+    skipped = f"; {best.skipped:.2%} of the documents are skipped, and {now.skipped:.2%} {otherwise}"
+    return text + skipped * bool(best.skipped or now.skipped)
+
+
+def recommended_settings(plan: Plan, config: Config) -> dict[str, Any]:
+    """The recommended settings of data that differ from the config's, or were not given there."""
+    best = plan.recommended.data
+    values = {name: (getattr(config.data, name), getattr(best, name)) for name in SETTINGS}
+    return {name: new for name, (old, new) in values.items() if isinstance(old, Unset) or old != new}
+
 
 def describe_plan(plan: Plan) -> str:
-    """The tables and the recommendation."""
+    """The tables of what was tried, and the reasons for what is recommended."""
     sections: list[Callable[[Plan], str]] = [_documents, _capacities, _work]
     if plan.stream.frames.any():
         sections.append(_audio_capacities)
@@ -25,8 +53,8 @@ def describe_plan(plan: Plan) -> str:
     return "\n\n".join(section(plan) for section in [*sections, _recommendation])
 
 
-def _at(plan: Plan) -> str:
-    return f"at capacity {plan.recommended.data.capacity:,}"
+def _at(outcomes: Sequence[Outcome]) -> str:
+    return f"at capacity {outcomes[0].data.capacity:,}"
 
 
 def _share_within(outcome: Outcome, maximum: int) -> str:
@@ -79,13 +107,17 @@ def _audio_capacities(plan: Plan) -> str:
     rows = [
         [o.data.audio_capacity, f"{o.data.audio_capacity / mean - 1:+.0%}", *o.costs] for o in plan.by_audio
     ]
-    title = f"Audio capacities {_at(plan)} for {ranks} ranks, and their room over a full buffer's mean"
+    title = (
+        f"Audio capacities {_at(plan.by_audio)} for {ranks} ranks, and their room over a full buffer's mean"
+    )
     return table(title, f"audio_capacity|over it|{COSTS}", rows)
 
 
 def _maxima(plan: Plan) -> str:
     unbounded, config = plan.by_maximum[-1], plan.recommended.config
-    title = f"Maxima of documents {_at(plan)}, and the share of buffers that would hold no more anyway"
+    title = (
+        f"Maxima of documents {_at(plan.by_maximum)}, and the share of buffers that would hold no more anyway"
+    )
     columns = f"max_documents|no more|{COSTS}"
     rows: list[list[Any]] = [
         [o.data.max_documents, _share_within(unbounded, o.data.max_documents), *o.costs]
@@ -112,7 +144,7 @@ def _packers(plan: Plan) -> str:
     ]
     for name, o in (("random", plan.in_order), ("by length", plan.by_length)):
         rows.append([f"padded, {name}", "", plan.rows, *o.costs])
-    title = f"Packers {_at(plan)}, and batches of as many documents padded to their longest"
+    title = f"Packers {_at(plan.by_packer)}, and batches of as many documents padded to their longest"
     return (
         table(title, f"packer|open buffers|documents|{COSTS}", rows)
         + "\n\n  One open buffer is concatenation: a document that does not fit closes the buffer."
@@ -135,8 +167,7 @@ def _layouts(plan: Plan) -> str:
 def _recommendation(plan: Plan) -> str:
     """The settings for the command line and for a config file, the reasons for them, and their costs."""
     chosen, data, now = plan.recommended, plan.recommended.data, plan.configured
-    names = ("capacity", "audio_capacity", "max_documents", "packing", "packing_bins")
-    settings = ", ".join(f"{name}={getattr(data, name)!r}" for name in names)
+    settings = ", ".join(f"{name}={getattr(data, name)!r}" for name in SETTINGS)
     reasons = _reasons(plan)
     width = max(len(setting) for setting, _ in reasons)
     lines = [

@@ -58,11 +58,11 @@ class Plan(NamedTuple):
     curves: dict[str, list[Outcome]]
 
 
-def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
+def make_plan(stream: Lengths, config: Config, epoch: int, needed: tuple[int, int] = (0, 0)) -> Plan:
     """Tries settings around the configured ones and recommends the best.
 
     stream: documents in an order of training. epoch: number of documents of an epoch, within which length
-        buckets are made.
+        buckets are made. needed: token slots and audio frames that the recommended buffer has at least.
     Capacity: candidates skip the fewest documents, with an overhead within CAPACITY_TOLERANCE of the best;
     the configured capacity is chosen if it is one of them, else the smallest. Audio capacity: that of least
     overhead. Maximum of documents: the number that suffices for 99% of buffers if that costs at most
@@ -75,6 +75,7 @@ def make_plan(stream: Lengths, config: Config, epoch: int) -> Plan:
         return simulate(stream, with_data(base, **settings), work)
 
     by_capacity, chosen, by_maximum, bounded = _sizes(stream, config, run)
+    bounded = with_needed(bounded, needed)
     by_audio = [run(chosen.config, audio_capacity=a) for a in audio_sizes(stream, chosen.config)]
     packers = [("first_fit", 1), *product(("first_fit", "best_fit"), BINS)]
     by_packer = [run(bounded, packing=p, packing_bins=b) for p, b in packers]
@@ -129,6 +130,19 @@ def _sizes(
         chosen,
         by_maximum,
         with_data(chosen.config, max_documents=_maximum(chosen, by_maximum)),
+    )
+
+
+def with_needed(config: Config, needed: tuple[int, int], *, unit: int = 1) -> Config:
+    """The config with a capacity and an audio capacity of at least `needed` (token slots, audio frames).
+
+    unit: slots that the capacity is a multiple of, besides what mesh and data.round_to ask for.
+    """
+    (slots, frames), data, front_end = needed, config.data, config.model.encoder
+    return with_data(
+        config,
+        capacity=_multiple(max(data.capacity, slots), math.lcm(_slot_unit(config), unit)),
+        audio_capacity=_multiple(max(data.audio_capacity, frames), front_end.unit[0] if front_end else 1),
     )
 
 
@@ -214,10 +228,15 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
 
 def capacities(stream: Lengths, config: Config) -> list[int]:
     """Capacities to try: from a quarter of the configured one to four times it or the longest document."""
-    unit = math.lcm(2 * config.mesh.context if config.mesh.context > 1 else 1, config.data.round_to)
+    unit = _slot_unit(config)
     wanted = [config.data.capacity * times for times in (0.25, 0.5, 1, 2, 4)]
     wanted[-1] = max(wanted[-1], int(slots_of(stream, config).max()))
     return sorted({_multiple(size, unit) for size in wanted})
+
+
+def _slot_unit(config: Config) -> int:
+    """A capacity is a multiple of this."""
+    return math.lcm(2 * config.mesh.context if config.mesh.context > 1 else 1, config.data.round_to)
 
 
 def _multiple(size: float | int, unit: int) -> int:

@@ -8,7 +8,6 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from itertools import chain, dropwhile, takewhile
 from pathlib import Path
 
@@ -25,7 +24,7 @@ from jaxthd.files.run_folder import holds_a_run, read_config
 from jaxthd.objectives.answers import draws_answers
 from jaxthd.parallel.processes import exchange, is_first
 from jaxthd.planning.lengths import Lengths, draw, first, measure, read_examples, slots_of
-from jaxthd.planning.search import SIZES, with_recommended_sizes, with_unset
+from jaxthd.planning.search import SIZES, with_needed, with_recommended_sizes, with_unset
 from jaxthd.steps.forward import objective_of
 
 MOST_READ = 10_000
@@ -130,24 +129,11 @@ def _for_data(config: Config) -> dict[str, int]:
     sources = read_examples(config, MOST_READ, say=lambda line: None)
     found = [_measured(examples, config, ends) for examples in sources]
     stream = draw(found, config.data, least=MOST_PACKED)
-    best = with_recommended_sizes(first(stream, MOST_PACKED), config).data
     count = sum(len(lengths.tokens) for lengths in found)
     is_all = sum(map(len, sources)) < MOST_READ and time.monotonic() < ends
-    capacity, frames = best.capacity, best.audio_capacity
-    for lengths, room in [(x, 1.0 if is_all else MARGIN) for x in found] + [
-        (x, 1.0) for x in _held_out(config, ends)
-    ]:
-        longest = (x.max(initial=0) * room for x in (slots_of(lengths, config), lengths.frames))
-        # The defaults held it, so it must not be skipped; what they did not hold is the search's affair.
-        slots, mels = (min(math.ceil(x), most) for x, most in zip(longest, _DEFAULTS, strict=True))
-        capacity, frames = max(capacity, slots), max(frames, mels)
-    unit = config.model.encoder.unit[0] if config.model.encoder else 1
-    sizes = replace(
-        best,
-        capacity=math.ceil(capacity / SLOTS) * SLOTS,
-        audio_capacity=math.ceil(frames / unit) * unit,
-    )
-    sizes = with_unset(config, sizes).data
+    best = with_recommended_sizes(first(stream, MOST_PACKED), config)
+    needed = needed_sizes(config, found, held_out(config, ends), is_all=is_all)
+    sizes = with_unset(config, with_needed(best, needed, unit=SLOTS).data).data
     print(f"{_text(sizes)}: derived from the lengths of {count:,} documents (jaxthd plan compares sizes)")
     return _numbers(sizes)
 
@@ -166,8 +152,31 @@ def _measured(examples: Sequence[Example], config: Config, ends: float) -> Lengt
     return Lengths(tokens, frames, seconds, list(chain(*(part.pieces for part in parts))))
 
 
-def _held_out(config: Config, ends: float) -> list[Lengths]:
-    """The lengths of the validation sets' documents."""
+def needed_sizes(
+    config: Config, found: Sequence[Lengths], validated: Sequence[Lengths], *, is_all: bool
+) -> tuple[int, int]:
+    """(token slots, audio frames) that a buffer must have for the longest documents, but for what the
+    defaults do not hold.
+
+    found, validated: lengths of the documents of training and validation sets. is_all: whether `found` are
+    all of them; else there is room for longer ones.
+    """
+    sets = [*((x, 1.0 if is_all else MARGIN) for x in found), *((x, 1.0) for x in validated)]
+    slots, frames = 0, 0
+    for lengths, room in sets:
+        longest = (math.ceil(room * x.max(initial=0)) for x in (slots_of(lengths, config), lengths.frames))
+        # The defaults held it, so it must not be skipped; what they did not hold is the search's affair.
+        of_set = (min(x, most) for x, most in zip(longest, _DEFAULTS, strict=True))
+        slots, frames = (max(pair) for pair in zip((slots, frames), of_set, strict=True))
+    return slots, frames
+
+
+def held_out(config: Config, ends: float | None = None) -> list[Lengths]:
+    """The lengths of the validation sets' documents.
+
+    ends: when to stop opening recordings, of time.monotonic(); None: after MOST_SECONDS.
+    """
+    ends = time.monotonic() + MOST_SECONDS if ends is None else ends
     sources = validation_sources(config.data).values()
     read = (read_source(source, config.data)[0] for source in sources)
     return [_measured(examples[:MOST_READ], config, ends) for examples in read]

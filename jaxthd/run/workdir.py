@@ -33,6 +33,7 @@ from jaxthd.parallel.processes import is_first
 from jaxthd.run.continuing import command_of
 from jaxthd.run.effects import require_effect
 from jaxthd.run.measured_by import is_any
+from jaxthd.run.on_failure import RemovedOnFailure
 
 FREE = (
     "mesh.*",
@@ -84,6 +85,8 @@ OPTIMIZATION = (
 STARTING = ("train.init_from", "train.before")
 """Fields that count when a run starts, and that a run with a checkpoint keeps as it began with them."""
 CHANGES = "changes.jsonl"
+EARLY_RESULTS = ("reference.jsonl", "rollouts.jsonl")
+"""Files of results before the first line of metrics: a cached reference's numbers, drawn answers."""
 
 
 class OpenedRun(NamedTuple):
@@ -102,7 +105,8 @@ class OpenedRun(NamedTuple):
 def opened(workdir: Path, config: Config, asked: Collection[str] = ()) -> Iterator[OpenedRun]:
     """Holds the workdir, which is made where it is missing, for this run until the end, however it ends.
 
-    Process 0 does so; in other processes nothing happens.
+    Process 0 does so; in other processes nothing happens. A workdir that was made here is removed where the
+    run fails before it has results.
     asked: dotted names of fields of the OPTIMIZATION that may differ from the run's.
     Raises UserError where another run holds the workdir, where it holds a run of another config or one that
     began otherwise (STARTING), and where its config.json is one of an older jaxthd. A config.json that is
@@ -111,23 +115,25 @@ def opened(workdir: Path, config: Config, asked: Collection[str] = ()) -> Iterat
     if not is_first():
         yield OpenedRun((), lambda step: ())
         return
+    new = RemovedOnFailure(workdir, unless=lambda: _holds_results(workdir))
     workdir.mkdir(parents=True, exist_ok=True)
     # The kernel's lock ends with the process, after a kill -9 too. Child processes do not inherit the file.
     with (workdir / "lock").open("a+") as file:
         _lock(file, workdir)
-        found = _changes(workdir, config, asked) if holds_a_run(workdir) else []
-        kept = _as_begun(workdir, config) if found is not None and _has_checkpoint(workdir) else config
+        with new:  # removed before it is unlocked: no other run can have begun there
+            found = _changes(workdir, config, asked) if holds_a_run(workdir) else []
+            kept = _as_begun(workdir, config) if found is not None and _has_checkpoint(workdir) else config
 
-        def keep(step: int) -> Sequence[Difference]:
-            """Writes config.json and changes.jsonl; returns the changes that count after `step`."""
-            if found is None:  # its config.json cannot be read
-                return ()
-            if found and step:
-                require_effect(workdir, found, read_config(workdir), config, step)
-            write_config(workdir, kept)
-            return _noted(workdir / CHANGES, found, step)
+            def keep(step: int) -> Sequence[Difference]:
+                """Writes config.json and changes.jsonl; returns the changes that count after `step`."""
+                if found is None:  # its config.json cannot be read
+                    return ()
+                if found and step:
+                    require_effect(workdir, found, read_config(workdir), config, step)
+                write_config(workdir, kept)
+                return _noted(workdir / CHANGES, found, step)
 
-        yield OpenedRun(found or (), keep)
+            yield OpenedRun(found or (), keep)
 
 
 def _lock(file: TextIO, workdir: Path) -> None:
@@ -181,6 +187,10 @@ def _changes(workdir: Path, config: Config, asked: Collection[str]) -> list[Diff
             f"{workdir} holds a run of another config; fields that differ:{lines}\n" + "\n".join(how)
         )
     return found
+
+
+def _holds_results(workdir: Path) -> bool:
+    return holds_a_run(workdir) or any((workdir / name).exists() for name in EARLY_RESULTS)
 
 
 def _has_checkpoint(workdir: Path) -> bool:

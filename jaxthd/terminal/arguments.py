@@ -83,7 +83,7 @@ class CommandLine(NamedTuple):
 
     config: the settings of the source, with the overrides. path: the config file or the run's folder. run:
     the run whose settings they are, with its @; None for others. options: the command's own. given: dotted
-    names of the settings that the command line gives.
+    names of the settings that the command line gives. settings: the words that give them, as typed.
     """
 
     config: Config
@@ -91,6 +91,7 @@ class CommandLine(NamedTuple):
     run: str | None
     options: argparse.Namespace
     given: tuple[str, ...]
+    settings: tuple[str, ...] = ()
 
     @property
     def folder(self) -> Path:
@@ -146,25 +147,26 @@ def parse_command_line(
     found, overrides = parser.parse_known_args(words, argparse.Namespace(first=first))
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
+    typed = tuple(overrides)
     overrides, removed = _without_removed(overrides)
     if not (source := first or found.config):
         parser.error(
             "SOURCE is missing; expected a config file or a workdir in the first place: "
             f"jaxthd {command} configs/cp2.py"
         )
-    settings = open_settings(expand_home(source))
+    opened = open_settings(expand_home(source))
     config = tyro.cli(
         Config,
-        default=_with_patterns(_with_mesh_of_rollouts(settings.config, overrides), overrides),
+        default=_with_patterns(_with_mesh_of_rollouts(opened.config, overrides), overrides),
         args=overrides,
         prog=f"jaxthd {command} SOURCE",
         config=NO_SUBCOMMANDS,
     )
     # After the present settings, because some removed ones change what these give: manifests and their tars.
     config, replaced = _with_removed(config, removed)
-    config = _with_own_validation(settings.config, config, (*replaced, *given))
+    config = _with_own_validation(opened.config, config, (*replaced, *given))
     config = with_absolute_paths(config, Path.cwd())
-    return CommandLine(config, settings.path, settings.run, found, (*replaced, *given))
+    return CommandLine(config, opened.path, opened.run, found, (*replaced, *given), typed)
 
 
 def _with_own_validation(before: Config, config: Config, given: Collection[str]) -> Config:
@@ -220,6 +222,16 @@ def _as_flags(
             )
         flags.append(_negated(option) if value.lower() == "false" else option)
     return flags, tuple(given)
+
+
+def units(words: Sequence[str]) -> list[tuple[str, ...]]:
+    """The words in groups: each flag with the values that follow it."""
+    found: list[list[str]] = []
+    for word in words:
+        if word.startswith("--") or not found:
+            found.append([])
+        found[-1].append(word)
+    return [tuple(each) for each in found]
 
 
 def of_any_block(path: str) -> str:

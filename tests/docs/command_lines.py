@@ -25,6 +25,7 @@ from jaxthd.config import Config
 from jaxthd.config.listing import all_groups
 from jaxthd.errors import UserError
 from jaxthd.terminal import arguments
+from jaxthd.terminal.arguments import units
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = str(ROOT / "configs" / "cp2.py")
@@ -179,16 +180,6 @@ class Texts:
                     self._note(each.where, shlex.join(each.words), refused(base, each.words))
 
 
-def units(words: Sequence[str]) -> list[tuple[str, ...]]:
-    """Flags, each with the values that follow."""
-    found: list[list[str]] = []
-    for word in words:
-        if word.startswith("--") or not found:
-            found.append([])
-        found[-1].append(word)
-    return [tuple(each) for each in found]
-
-
 def refused(base: Config, words: Sequence[str]) -> str:
     """Returns why the settings' parser refuses these words; ""."""
     said = StringIO()
@@ -227,11 +218,12 @@ def parsing_alone(settings: Callable[..., Config], is_whole: bool) -> Iterator[N
             parser.error(f"unknown: {' '.join(unknown)}")
         raise ParsedError
 
+    # Imported inside, a module would keep the stand-in of parse_command_line for ever.
+    modules = [import_module(f"jaxthd.{name}") for name in COMMANDS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments.tyro, "cli", settings)
         patch.setattr(arguments, "parse_command_line", line)
-        for name in COMMANDS:
-            module = import_module(f"jaxthd.{name}")
+        for module in modules:
             if hasattr(module, "parse_command_line"):
                 patch.setattr(module, "parse_command_line", line)
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)

@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from jaxthd.config import Config
+from jaxthd.kernels.machine import host_memory
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.planning import fitting
 from jaxthd.planning.fitting import CHOICES, ROOM, device_memory, fitting_step
@@ -66,6 +67,6 @@ def test_a_step_that_is_taken_is_compiled_once(run: tuple[Any, ...]):
 def test_simulated_devices_share_the_memory_of_their_machine():
     memory = device_memory()
     assert memory is not None
-    assert memory * jax.local_device_count() == pytest.approx(fitting._host_memory(), rel=1e-6)
+    assert memory * jax.local_device_count() == pytest.approx(host_memory(), rel=1e-6)
     assert set(CHOICES) == {"none", "selective"}
     assert 0 < ROOM < 1

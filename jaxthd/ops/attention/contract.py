@@ -90,7 +90,7 @@ class AttentionBackend(NamedTuple):
     """unfit: the requirement (ops/backend.py). All three import the kernel's library when called, not
     before.
 
-    verified: where, when and with which versions it ran; `jaxthd doctor` shows it.
+    verified: where, when and with which versions it ran; docs/kernels.md has it.
     takes_any_intervals: it takes prefix calls, windows and decoding too, where a key does not belong to one
     run of queries. is_interpreted_on_cpu: a CPU interprets it, slowly, which says nothing about its compiled
     form.

@@ -53,7 +53,7 @@ ops/scan/ssd.py defines it."""
 
 class ScanBackend(NamedTuple):
     """unfit: the requirement (ops/backend.py). verified: where, when and with which versions it ran;
-    `jaxthd doctor` shows it. is_interpreted_on_cpu: a CPU interprets it, slowly, which says
+    docs/kernels.md has it. is_interpreted_on_cpu: a CPU interprets it, slowly, which says
     nothing about its compiled form.
     """
 
