@@ -85,7 +85,7 @@ class FrontEnd:
 
     @property
     def bands(self) -> int:
-        """How many of a frame's numbers, from the first on, are bands of a spectrum, 0 on average, which
+        """The number of a frame's first numbers that are bands of a spectrum, 0 on average, which
         data.spec_augment masks."""
         return 0
 

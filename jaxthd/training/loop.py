@@ -96,7 +96,7 @@ def run_training(
 
 
 class _Ended(NamedTuple):
-    """How a command's training has ended. is_done: whether the last step is done. display: how the metrics
+    """The end of a command's training. is_done: whether the last step is done. display: how the metrics
     are shown; None where there was nothing to do. parts: the supplier's, of the report."""
 
     is_done: bool

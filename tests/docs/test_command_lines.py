@@ -8,7 +8,7 @@ from tests.docs.command_lines import COMMANDS, ROOT, Texts
 from tests.docs.reference import REFERENCE
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-OTHERS = {"contributing.md": ["--strict", "--costs"], "distributed.md": ["--signal"]}
+OTHERS = {"contributing.md": ["--strict", "--costs"], "cluster.md": ["--signal"]}
 """Flags of mkdocs, pytest and sbatch."""
 NEMO = "coming_from_nemo.md"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config import AdaptConfig, Config, LLMConfig, ModelConfig, RopeConfig
 from jaxthd.hf.family_names import our_names, patterns_of
 from jaxthd.models.adapt import matches, parameter_names, projections
 from jaxthd.models.blocks import MLP, Attention, Mamba2
@@ -131,10 +131,9 @@ def test_the_message_has_the_pattern_to_give(setting: str, pattern: str, advice:
         assert not findings(with_changes({setting: (right,), "adapt.lora_rank": 4}), CPU)
 
 
-def test_every_projection_of_a_page_is_found():
-    """Those that docs/adapting.md and its neighbours write are ours."""
+def test_the_page_shows_the_message_as_it_is():
+    """docs/adapting.md, of a Qwen3 with a Parakeet encoder."""
     page = (Path(__file__).parents[2] / "docs" / "adapting.md").read_text()
-    names = list(projections(Blueprint(Config(model=SPEECH)).model))
-    assert f"'{MIXER}.q'" in page
-    assert matches(f"{MIXER}.q", ["decoder.layers.attention.mixer.q"])
-    assert f"{MIXER}.q" in names
+    adapt = AdaptConfig(lora_rank=4, lora_targets=("q_proj",))
+    (finding,) = findings(Config(model=SPEECH, adapt=adapt), CPU)
+    assert str(finding) in " ".join(page.split())

@@ -186,7 +186,7 @@ def held_out_of(training: Sequence[Source]) -> "_HeldOutPart":
 
 
 class _HeldOutPart(Source):
-    """What is held out of all training sets, as one validation set."""
+    """The items held out of all training sets, as one validation set."""
 
     def __init__(self, division: Division) -> None:
         super().__init__(SourceSetting("held_out", "data.validation_manifest", split="validation"))
