@@ -1,6 +1,7 @@
 """jaxthd NAME, or python -m jaxthd NAME: runs a command. Without a name: lists the commands.
 
-A command is a file in this folder with a function main(argv). Listing them imports none, so it is fast.
+A command is a file in this folder with a function main(argv); its name has a dash where the file's has _.
+Listing them imports none, so it is fast.
 """
 
 import ast
@@ -10,6 +11,7 @@ from contextlib import nullcontext
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.terminal.leaving import ends_in_time
@@ -31,13 +33,18 @@ def main(argv: Sequence[str] | None = None) -> None:
             close = get_close_matches(name, names)
             meant = f"; did you mean {' or '.join(close)}?" if close else f": {', '.join(names)}"
             raise UserError(f"there is no command {name!r}; expected one of those that `jaxthd` lists{meant}")
-        import_module(f"jaxthd.{name}").main(options)
+        module_of(name).main(options)
+
+
+def module_of(name: str) -> ModuleType:
+    """The module of a command."""
+    return import_module(f"jaxthd.{name.replace('-', '_')}")
 
 
 def commands() -> dict[str, str]:
     """Name -> what the command does: the first line of its file's docstring."""
     files = sorted(Path(__file__).parent.glob("*.py"))
-    return {file.stem: _first_line(file) for file in files if file.stem not in OTHERS}
+    return {file.stem.replace("_", "-"): _first_line(file) for file in files if file.stem not in OTHERS}
 
 
 def listing() -> str:

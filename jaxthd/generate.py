@@ -1,4 +1,4 @@
-"""Answers from a model to recordings, to text and to conversations; without any of these, a chat.
+"""Answers from a model to recordings, text and conversations; without any of these, a chat.
 
     jaxthd generate runs/my --audio a.wav b.wav
     jaxthd generate runs/my@best --audio a.wav --prompt "{audio} What is said?"

@@ -1,4 +1,5 @@
-"""Writes docs/configuration.md, from jaxthd/config/, and docs/metrics.md, from jaxthd/run/metrics.py.
+"""Writes docs/configuration.md, from jaxthd/config/, docs/metrics.md, from jaxthd/run/metrics.py, and the
+tables of docs/coming_from_nemo.md, from jaxthd/nemo/keys.toml.
 
 python scripts/write_reference.py
 """
@@ -8,9 +9,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.docs.reference import METRICS, REFERENCE, metrics_reference, reference
+from tests.docs.reference import METRICS, NEMO, REFERENCE, metrics_reference, nemo_page, reference
 
 if __name__ == "__main__":
-    for file, text in ((REFERENCE, reference()), (METRICS, metrics_reference())):
+    texts = {REFERENCE: reference(), METRICS: metrics_reference(), NEMO: nemo_page(NEMO.read_text())}
+    for file, text in texts.items():
         file.write_text(text)
         print(file)

@@ -1,6 +1,5 @@
 """Adapting a published checkpoint with its tokenizer and template: every command that a user would run."""
 
-import json
 import math
 import os
 import subprocess
@@ -14,7 +13,6 @@ import jax
 import numpy as np
 import pytest
 import soundfile
-import tokenizers
 from flax import nnx
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
@@ -24,7 +22,6 @@ from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.files.config_file import load_config
 from jaxthd.files.jsonl import read_lines, write_lines
 from jaxthd.hf import nemotron_omni
-from jaxthd.hf.export import export
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
@@ -32,13 +29,8 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
 from tests.data.sets import read_manifest
+from tests.hf.folders import SPECIAL, train_tokenizer, vocabulary_of, write_tokenizer, write_weights
 
-SPECIAL = ("<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "<so_embedding>")
-TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
-    "{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 CONFIG = '''"""Adapting the published checkpoint beside this file."""
 
 from pathlib import Path
@@ -89,17 +81,10 @@ def config() -> Config:
 
 def write_published(folder: Path, texts: Sequence[str]) -> None:
     """Writes a tiny random checkpoint with its own tokenizer."""
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=320, special_tokens=list(SPECIAL), show_progress=False
-    )
-    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
-    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
-    tokenizer.train_from_iterator(texts, trainer)
-    tokenizer.add_tokens(sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+    tokenizer = train_tokenizer(texts)
     llm = LLMConfig(
         pattern="ME*-M*",
-        vocab_size=8 * math.ceil(tokenizer.get_vocab_size() / 8),
+        vocab_size=vocabulary_of(tokenizer),
         dim=64,
         blocks={
             "*": Attention(head_dim=16),
@@ -110,15 +95,9 @@ def write_published(folder: Path, texts: Sequence[str]) -> None:
     )
     encoder = EncoderConfig(layers=2, dim=48, ffn_dim=64, subsampling_channels=8)
     model = ModelConfig(encoder=encoder, llm=llm, adapter_dim=64)
-    weights = named_weights(Weights(*jax.jit(lambda: Blueprint(Config(model=model)).initial_weights())()))
-    arrays = {name: np.asarray(x) for name, x in weights.items()}
-    shapes = {name: x.shape for name, x in arrays.items()}
     settings = {"audio_token_id": tokenizer.token_to_id(SPECIAL[-1])}
-    take = lambda part: arrays[part.name][part.at]  # noqa: E731
-    export(model, shapes, take, nemotron_omni.FAMILY, folder, settings=settings)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    marks = {"bos_token": "<s>", "eos_token": "<|im_end|>", "unk_token": "<unk>", "audio_token": SPECIAL[-1]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(marks | {"chat_template": TEMPLATE}))
+    write_weights(model, nemotron_omni.FAMILY, folder, settings)
+    write_tokenizer(tokenizer, folder, audio_token=SPECIAL[-1])
 
 
 def run(module: str, *options: Any) -> str:

@@ -19,7 +19,7 @@ LAYERS = (
     {"kernels"},
     {"steps"},
     {"hf", "checkpoints", "data"},
-    {"inference", "rl", "rewards", "planning", "figures", "run", "training", "validate", "terminal"},
+    {"inference", "rl", "rewards", "planning", "figures", "run", "training", "validate", "terminal", "nemo"},
 )
 """All packages, with config and errors, from the bottom up: each imports itself and lower layers. Commands
 (the other files beside the packages) import all packages, but no command."""

@@ -40,7 +40,7 @@ def test_listing_imports_no_jax():
 
 
 @pytest.mark.parametrize(
-    ("name", "meant"), [("trian", "train"), ("evalaute", "evaluate"), ("config", None), ("zzz", None)]
+    ("name", "meant"), [("trian", "train"), ("evalaute", "evaluate"), ("errors", None), ("zzz", None)]
 )
 def test_an_unknown_name_is_refused_with_what_may_be_meant(name: str, meant: str | None):
     with pytest.raises(SystemExit, match=f"no command {name!r}") as raised:

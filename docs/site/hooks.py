@@ -110,7 +110,8 @@ def commands_page() -> str:
     for path in sorted((ROOT / "jaxthd").glob("[!_]*.py")):
         module = ast.parse(path.read_text())
         if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in module.body):
-            sections.append(f"## jaxthd {path.stem}\n\n{escaped(ast.get_docstring(module) or '')}\n")
+            name = path.stem.replace("_", "-")
+            sections.append(f"## jaxthd {name}\n\n{escaped(ast.get_docstring(module) or '')}\n")
     return "\n".join([COMMANDS_HEAD, *sections])
 
 

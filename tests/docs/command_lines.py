@@ -12,7 +12,6 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
 from functools import cache
-from importlib import import_module
 from io import StringIO
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 import pytest
 import tyro
 
-from jaxthd.__main__ import commands
+from jaxthd.__main__ import commands, module_of
 from jaxthd.config import Config
 from jaxthd.config.listing import all_groups
 from jaxthd.errors import UserError
@@ -117,7 +116,7 @@ class Texts:
             return f"there is no command {name!r}"
         if not words:
             return ""
-        return self._parse(where, import_module(f"jaxthd.{name}").main, words, line.is_whole)
+        return self._parse(where, module_of(name).main, words, line.is_whole)
 
     def _script(self, where: str, name: str, words: list[str], is_whole: bool) -> str:
         if not (ROOT / "scripts" / f"{name}.py").is_file():
@@ -219,7 +218,7 @@ def parsing_alone(settings: Callable[..., Config], is_whole: bool) -> Iterator[N
         raise ParsedError
 
     # Imported inside, a module would keep the stand-in of parse_command_line for ever.
-    modules = [import_module(f"jaxthd.{name}") for name in COMMANDS]
+    modules = [module_of(name) for name in COMMANDS]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arguments.tyro, "cli", settings)
         patch.setattr(arguments, "parse_command_line", line)
@@ -254,7 +253,7 @@ def options_of_commands() -> frozenset[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse)
         for name in COMMANDS:
-            module = import_module(f"jaxthd.{name}")
+            module = module_of(name)
             if hasattr(module, "parse_command_line"):
                 patch.setattr(module, "parse_command_line", line)
             with suppress(ParsedError):

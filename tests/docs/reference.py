@@ -1,10 +1,12 @@
-"""The texts of docs/configuration.md (of jaxthd/config/) and docs/metrics.md (of jaxthd/run/metrics.py)."""
+"""The texts of docs/configuration.md (of jaxthd/config/) and docs/metrics.md (of jaxthd/run/metrics.py), and
+the tables of docs/coming_from_nemo.md (of jaxthd/nemo/keys.toml)."""
 
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from jaxthd.config.listing import Setting, all_groups
+from jaxthd.nemo.keys import page
 from jaxthd.objectives import OBJECTIVES
 from jaxthd.objectives.metric import VALIDATION, Metric
 from jaxthd.rl.display import of_function
@@ -13,7 +15,7 @@ from jaxthd.rl.metrics import GRPO_METRICS, REWARD_METRICS
 from jaxthd.run.metrics import PREFERENCE_METRICS, STEP_METRICS, TIME_METRICS, VALIDATION_METRICS
 
 DOCS = Path(__file__).parents[2] / "docs"
-REFERENCE, METRICS = DOCS / "configuration.md", DOCS / "metrics.md"
+REFERENCE, METRICS, NEMO = DOCS / "configuration.md", DOCS / "metrics.md", DOCS / "coming_from_nemo.md"
 HEAD = """\
 # Configuration
 
@@ -120,6 +122,12 @@ def metrics_reference() -> str:
 
 def _rows(metrics: Iterable[Metric], prefix: str = "") -> list[tuple[str, str, str, str]]:
     return [(f"{prefix}{x.name}", x.unit, x.meaning, x.odd) for x in metrics]
+
+
+def nemo_page(text: str) -> str:
+    """The page with the tables of NeMo's keys. text: the page, whose other parts stay."""
+    marks = re.compile(r"(<!-- keys: (\w+) -->\n).*?(<!-- end -->)", re.S)
+    return marks.sub(lambda found: f"{found[1]}{page(found[2])}\n{found[3]}", text)
 
 
 def _row(setting: Setting) -> str:

@@ -25,7 +25,7 @@ def texts() -> list[tuple[str, str, list[str]]]:
         found.append((page.name, text, OTHERS.get(page.name, [])))
     files = [
         *sorted((ROOT / "configs").glob("*.py")),
-        *(ROOT / "jaxthd" / f"{name}.py" for name in COMMANDS),
+        *(ROOT / "jaxthd" / f"{name.replace('-', '_')}.py" for name in COMMANDS),
     ]
     for file in files:
         found.append((file.name, ast.get_docstring(ast.parse(file.read_text())) or "", []))

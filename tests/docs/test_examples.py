@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import shlex
 import signal
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,8 +19,9 @@ from jaxthd.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import read_config
 from jaxthd.run.metrics_file import Metrics, read_metrics
+from tests.docs.walkthrough import code_of, commands_of, no_simulation, run, section
 
-PAGE = Path(__file__).parents[2] / "docs" / "examples.md"
+PAGE = "examples.md"
 FIRST, LAST = 60, 64
 STEPS = {"400": str(FIRST), "800": str(LAST), "100": "2"}
 """Steps of the page -> those that are run."""
@@ -54,16 +54,9 @@ def config():
 """.replace("FIRST", str(FIRST))
 
 
-def section(title: str) -> str:
-    (text,) = re.findall(rf"^## {title}\n(.*?)(?=^## |\Z)", PAGE.read_text(), re.M | re.S)
-    return text
-
-
 def commands(title: str) -> list[list[str]]:
     """The words of each command below a heading."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", section(title), re.M | re.S)
-    lines = [shlex.split(line) for block in blocks for line in block.replace("\\\n", "").splitlines()]
-    return [[STEPS.get(word, word) for word in words] for words in lines]
+    return commands_of(section(PAGE, title), STEPS)
 
 
 def write_recordings(folder: Path, seed: int) -> None:
@@ -75,19 +68,6 @@ def write_recordings(folder: Path, seed: int) -> None:
         (folder / f"{i}.txt").write_text(f"{'abc'[i % 3]} {'abc'[i % 2]}\n")
 
 
-def run(words: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    assert words[0] == "jaxthd"
-    capsys.readouterr()
-    main(words[1:])
-    return capsys.readouterr().out
-
-
-def no_simulation(patch: pytest.MonkeyPatch) -> None:
-    """The tests' devices are simulated already."""
-    for module in ("run.startup", "inference.model"):
-        patch.setattr(f"jaxthd.{module}.simulate_devices", lambda devices: True)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of a user's recordings, in which the page's first example has been followed."""
@@ -97,8 +77,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         no_simulation(patch)
-        (code,) = re.findall(r"^```python\n(.*?)^```", section("From a folder of recordings"), re.M | re.S)
-        exec(compile(code, str(PAGE), "exec"), {"__name__": "docs_examples"})
+        (code,) = code_of(section(PAGE, "From a folder of recordings"), "python")
+        exec(compile(code, PAGE, "exec"), {"__name__": "docs_examples"})
         for words in commands("From a folder of recordings"):
             main(words[1:])
     return folder

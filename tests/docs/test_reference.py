@@ -13,7 +13,7 @@ from jaxthd.config.block import block_kinds
 from jaxthd.config.front_end import FrontEnd
 from jaxthd.config.listing import all_groups, groups
 from jaxthd.models.front_ends import FastConformer, Stacked
-from tests.docs.reference import METRICS, REFERENCE, metrics_reference, reference
+from tests.docs.reference import METRICS, NEMO, REFERENCE, metrics_reference, nemo_page, reference
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,12 @@ def test_the_reference_is_of_the_present_settings():
 
 def test_the_metrics_are_those_of_the_code():
     assert METRICS.read_text() == metrics_reference(), "run python scripts/write_reference.py"
+
+
+def test_the_tables_of_nemo_s_keys_are_those_of_the_command():
+    text = NEMO.read_text()
+    assert text == nemo_page(text), "run python scripts/write_reference.py"
+    assert text.count("<!-- keys: ") == 5
 
 
 DERIVED = {"compute.block_sizes", "compute.encoder_attention", "compute.scan_backend"}

@@ -72,8 +72,8 @@ def test_the_readme_links_to_the_pages_beside_it() -> None:
 
 
 def test_every_command_is_described() -> None:
-    commands = re.findall(r"^## jaxthd (\w+)\n\n\w.*\.\n\n    jaxthd \1", HOOKS.commands_page(), re.M)
-    named = re.findall(r"^\| `jaxthd (\w+)", (ROOT / "README.md").read_text(), re.M)
+    commands = re.findall(r"^## jaxthd ([\w-]+)\n\n\w.*\.\n\n    jaxthd \1", HOOKS.commands_page(), re.M)
+    named = re.findall(r"^\| `jaxthd ([\w-]+)", (ROOT / "README.md").read_text(), re.M)
     assert sorted(commands) == sorted(set(named))
 
 

@@ -1,0 +1,1 @@
+"""NeMo's speechlm2 experiments (SALM, SALMAutomodel): their keys, and the settings that they become."""
