@@ -16,13 +16,13 @@ import os
 import platform
 import re
 import shutil
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxthd.checkpoints.sources import open_settings
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.kernels.admission import Kernel, Verdict, admit
 from jaxthd.kernels.attention_probe import attention_kernels
@@ -36,6 +36,7 @@ from jaxthd.ops.attention.thd import cudnn_text
 from jaxthd.ops.backend import Machine, version_numbers
 from jaxthd.ops.scan.contract import ScanShape
 from jaxthd.run.installation import PACKAGE, PURPOSES, unmet
+from jaxthd.terminal.flags import add_opposite, as_flags
 from jaxthd.terminal.tables import aligned, size_text, table
 
 COMMON: list[Sequence[Kernel]] = [
@@ -87,7 +88,8 @@ def main(argv: list[str] | None = None) -> None:
         help="also compare attention and scan back-ends, for the model of a config file or a workdir",
     )
     parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
-    options = parser.parse_args(argv)
+    add_opposite(parser, "json")
+    options = parser.parse_args(as_flags(sys.argv[1:] if argv is None else argv, parser, ["json"])[0])
     host, found = this_host(), list[Found]()
     try:
         machine: Machine | UserError = this_machine()
@@ -124,6 +126,8 @@ def _kernels(source: str) -> list[Sequence[Kernel]]:
     """The back-ends to compare, kind by kind: for the source's model, or for common shapes without one."""
     if not source:
         return COMMON
+    from jaxthd.checkpoints.sources import open_settings  # needs more than a bare doctor may have
+
     config = open_settings(source).config
     return [list(kernels.values()) for choice in CHOICES for kernels in kernels_of_run(config, choice)]
 

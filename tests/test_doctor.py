@@ -28,7 +28,7 @@ import sys
 for name in ("grain", "tyro", "flax", "optax", "orbax", "soundfile", "transformer_engine"):
     sys.modules[name] = None  # importing it fails
 from jaxthd import doctor
-doctor.main(["--json", "--kernels"])
+doctor.main(["--json", "True", "--kernels"])
 """
 
 

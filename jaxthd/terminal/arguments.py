@@ -3,7 +3,6 @@
 import argparse
 import ast
 import os
-import re
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import field, fields, make_dataclass, replace
@@ -16,12 +15,13 @@ import tyro
 from jaxthd.checkpoints.sources import Settings, open_settings
 from jaxthd.config import Config, DataConfig, MeshConfig
 from jaxthd.config.data import is_built_in
-from jaxthd.config.listing import all_groups, group_names, kind_at, path_of, value_at
+from jaxthd.config.listing import all_groups, group_names, kind_at, value_at
 from jaxthd.config.removed import REMOVED, renewed, warn_once
 from jaxthd.config.values import with_value
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import expand_home, home_path
+from jaxthd.terminal.flags import add_opposite, as_flags, is_flag, of_any_block
 
 PROCESS_OPTIONS: dict[str, dict[str, Any]] = {
     "coordinator": {
@@ -74,7 +74,7 @@ its config.json; a published checkpoint (a Hugging Face folder); or a Python fil
 config() -> Config, such as configs/cp2.py.
 
 Settings: --GROUP.SETTING VALUE. Those of type bool are set by --GROUP.X or --GROUP.X True, and by
---GROUP.no-X or --GROUP.X False.
+--GROUP.no-X or --GROUP.X False. So are a command's own flags: --X or --X True, --no-X or --X False.
 """
 
 
@@ -143,7 +143,8 @@ def parse_command_line(
     words = list(sys.argv[1:] if argv is None else argv)
     first = words.pop(0) if words and not words[0].startswith("-") else None
     parser = _parser(command, options or {}, about)
-    words, given = _as_flags(words, parser, [x for x, y in (options or {}).items() if _is_flag(y)])
+    own = [name for name, option in (options or {}).items() if is_flag(option)]
+    words, given = as_flags(words, parser, own, boolean_settings())
     found, overrides = parser.parse_known_args(words, argparse.Namespace(first=first))
     if first and found.config:
         parser.error(f"{first} and --config {found.config} are given; expected one of them: drop one")
@@ -180,50 +181,6 @@ def _with_own_validation(before: Config, config: Config, given: Collection[str])
     return with_value(config, "data.validation_manifest", DataConfig().validation_manifest)
 
 
-def _is_flag(option: Mapping[str, Any]) -> bool:
-    """Whether one of a command's own options is on or off."""
-    return option.get("action") == "store_true"
-
-
-def _negated(option: str) -> str:
-    """The option that says the opposite: --no-json of --json, --mesh.no-fsdp of --mesh.fsdp, --compile of
-    --no-compile."""
-    group, dot, last = option.removeprefix("--").rpartition(".")
-    return f"--{group}{dot}{last.removeprefix('no-') if last.startswith('no-') else f'no-{last}'}"
-
-
-def _as_flags(
-    words: Sequence[str], parser: argparse.ArgumentParser, own: Collection[str] = ()
-) -> tuple[list[str], tuple[str, ...]]:
-    """Returns the words with --X True and --X=True as --X, and False as --no-X, for settings of type bool and
-    the command's own flags: those are the forms that tyro and argparse read. And the dotted names of the
-    settings that the words set. Ends the process for another value. own: names of the flags.
-    """
-    known = {of_any_block(x.path): x.types == ("bool",) for group in all_groups() for x in group.settings}
-    flags, given, rest = list[str](), dict[str, None](), list(words)
-    while rest:
-        word = rest.pop(0)
-        name, has_value, value = word.partition("=")
-        option = f"--{path_of(name).replace('_', '-')}"
-        group, _, last = option.rpartition(".")
-        path = path_of(f"{group}.{last.removeprefix('no-')}")
-        is_own = option.removeprefix("--") in own
-        if name.startswith("--") and of_any_block(path) in known:
-            given[path] = None
-        is_flag = is_own or (known.get(of_any_block(path)) and not last.startswith("no-"))
-        if not name.startswith("--") or not is_flag:
-            flags.append(word)
-            continue
-        if not has_value and rest and not rest[0].startswith("--"):
-            has_value, value = "=", rest.pop(0)
-        if has_value and value.lower() not in ("true", "false"):
-            parser.error(
-                f"{option} is {value!r}; expected True or False: {option} True, or {_negated(option)}"
-            )
-        flags.append(_negated(option) if value.lower() == "false" else option)
-    return flags, tuple(given)
-
-
 def units(words: Sequence[str]) -> list[tuple[str, ...]]:
     """The words in groups: each flag with the values that follow it."""
     found: list[list[str]] = []
@@ -234,9 +191,9 @@ def units(words: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(each) for each in found]
 
 
-def of_any_block(path: str) -> str:
-    """The path of a setting, without the letter of its block: any block may have any letter."""
-    return re.sub(r"^(model\.llm\.blocks)\.[^.]+", r"\1", path)
+def boolean_settings() -> dict[str, bool]:
+    """Whether each setting is of type bool, by its path (of_any_block)."""
+    return {of_any_block(x.path): x.types == ("bool",) for group in all_groups() for x in group.settings}
 
 
 def _without_removed(words: Sequence[str]) -> tuple[list[str], dict[str, dict[str, Any]]]:
@@ -346,10 +303,8 @@ def _parser(
     for name, settings in options.items():
         at_home: dict[str, Any] = {"type": home_path} if settings.get("type") is Path else {}
         parser.add_argument(f"--{name}", **{**settings, **at_home})
-        if _is_flag(settings):
-            hidden: dict[str, Any] = {"default": argparse.SUPPRESS, "help": argparse.SUPPRESS}
-            negated, dest = _negated(f"--{name}"), name.replace("-", "_")
-            parser.add_argument(negated, dest=dest, action="store_false", **hidden)
+        if is_flag(settings):
+            add_opposite(parser, name)
     return parser
 
 

@@ -25,6 +25,7 @@ from jaxthd.config.listing import all_groups
 from jaxthd.errors import UserError
 from jaxthd.terminal import arguments
 from jaxthd.terminal.arguments import units
+from jaxthd.terminal.flags import as_flags
 
 ROOT = Path(__file__).parents[2]
 STAND_IN = str(ROOT / "configs" / "cp2.py")
@@ -184,7 +185,8 @@ def refused(base: Config, words: Sequence[str]) -> str:
     said = StringIO()
     try:
         with redirect_stderr(said), redirect_stdout(said):
-            flags, _ = arguments._as_flags(words, argparse.ArgumentParser())
+            known = arguments.boolean_settings()
+            flags, _ = as_flags(words, argparse.ArgumentParser(), (), known)
             tyro.cli(Config, default=base, args=flags, config=(tyro.conf.AvoidSubcommands,))
     except SystemExit:
         return " ".join(re.sub(r"[^\x20-\x7e]", " ", said.getvalue()).split())

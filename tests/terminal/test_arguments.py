@@ -91,10 +91,12 @@ def test_a_commands_own_flag_takes_true_and_false(option: str, run: Path, capsys
         assert value(*words) is True
     for words in ((), (negated,), (option, "False"), (f"{option}=FALSE",), (option, negated)):
         assert value(*words) is False
-    with pytest.raises(SystemExit):
-        value(option, "b.jsonl")
+    for words in ((f"{option}=maybe",), (option, "b.jsonl")):
+        with pytest.raises(SystemExit):
+            value(*words)
     shown = capsys.readouterr().err
-    assert f"{option} is 'b.jsonl'; expected True or False: {option} True, or {negated}" in shown
+    assert f"{option} is 'maybe'; expected True or False: {option} True, or {negated}" in shown
+    assert "b.jsonl" in shown
 
 
 @pytest.mark.parametrize(
