@@ -32,11 +32,11 @@ from jaxthd.checkpoints.checksum import is_on_host
 from jaxthd.checkpoints.sources import published_config
 from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.checkpoints.weights import load_weights, named_weights
-from jaxthd.config import Config, MeshConfig
-from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.config import Config, DataConfig, MeshConfig
+from jaxthd.data.text.prompt import PromptTemplate, as_jinja
 from jaxthd.data.text.published_tokenizer import write_tokenizer
 from jaxthd.data.text.special_tokens import read_special_tokens
-from jaxthd.data.text.tokenizer import load_tokenizer
+from jaxthd.data.text.tokenizer import FileTokenizer, load_tokenizer
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import FILE, is_run, read_config, source_of, write_config
@@ -96,7 +96,9 @@ def export_weights(
     if not is_run(path):
         raise UserError(f"{path} holds no checkpoints; expected the workdir of a run, or what import wrote")
     config = replace(read_config(path), mesh=MeshConfig())
-    folders = {out / name: family for name, family in export_families(config.model, form).items()}
+    original = open_checkpoint(like) if like else None
+    families = export_families(config.model, form)
+    folders = {out / name: _as_original(family, original) for name, family in families.items()}
     mesh = make_mesh(config.mesh)
     weights = load_weights([source], Blueprint(config), mesh, partly=False)
     lora = _lora_fields(config, named_weights(weights), list(folders.values()))
@@ -106,10 +108,10 @@ def export_weights(
     arrays = named_weights(weights)
     take = partial(_taken, arrays, _indexing(mesh))
     shapes = {name: x.shape for name, x in arrays.items()}
-    original = open_checkpoint(like) if like else None
     # What import wrote (step 0) has "bytes" where no source had a tokenizer.
     is_trained = find_checkpoint(path / "checkpoints", which)[0] > 0
     tokens = _token_ids(config, like) if is_trained or config.data.tokenizer not in BUILT_IN else None
+    has_tokenizer = like is not None and (like / "tokenizer.json").is_file()
     with RemovedOnFailure(out, *folders):
         for folder, family in folders.items():
             export(
@@ -121,7 +123,7 @@ def export_weights(
                 dtype=dtype,
                 like=like if original and family is original.family else None,
                 settings=_token_fields(tokens, family, original) | lora,
-                beside=None if like or not family.token_fields else _tokenizer_folder(config),
+                beside=_tokenizer_folder(config) if family.token_fields and not has_tokenizer else None,
                 limit=limit,
             )
             if family.token_fields and tokens:
@@ -129,7 +131,25 @@ def export_weights(
             is_missing = config.data.tokenizer in BUILT_IN and not (folder / "tokenizer.json").exists()
             if family.token_fields and is_trained and is_missing:
                 write_tokenizer(config.data.tokenizer, folder)
+            if family.finish:
+                family.finish(folder, _chat_template(config.data, folder))
     return list(folders)
+
+
+def _as_original(family: Family, original: Checkpoint | None) -> Family:
+    """The family, as the original of an export has it: with the same names of tensors."""
+    is_same = original is not None and original.family.title == family.title
+    return original.family if original is not None and is_same else family
+
+
+def _chat_template(data: DataConfig, folder: Path) -> str | None:
+    """The run's template in Jinja, for an export whose tokenizer has no chat template; None: there is none to
+    write."""
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    tokenizer = load_tokenizer(folder)
+    has_one = isinstance(tokenizer, FileTokenizer) and tokenizer.special.chat_template is not None
+    return None if has_one else as_jinja(data, tokenizer)
 
 
 def _lora_fields(config: Config, arrays: Mapping[str, Any], families: Sequence[Family]) -> dict[str, Any]:
@@ -139,7 +159,7 @@ def _lora_fields(config: Config, arrays: Mapping[str, Any], families: Sequence[F
     if keeps is None or not config.adapt.lora_rank:
         return {}
     adapted = frozenset(name.removesuffix(".lora.a") for name in arrays if name.endswith(".lora.a"))
-    return {"lora": keeps(config.adapt, adapted)}
+    return {"lora": keeps(config.model, config.adapt, adapted)}
 
 
 def _tokenizer_folder(config: Config) -> Path | None:

@@ -64,7 +64,7 @@ def sized(config: Config, options: argparse.Namespace) -> Config:
     """A page has room for half of the groups that are decoded at a time."""
     mesh, groups = config.mesh, options.at_once // options.group_size // 2
     unit = SUBSAMPLING * mesh.audio_ranks
-    longest = config.model.audio_encoder.longest * mesh.audio_ranks
+    longest = (config.model.audio_encoder.longest or 0) * mesh.audio_ranks
     data = replace(
         config.data, capacity=128 * groups, audio_capacity=unit * -(-max(longest, 208 * groups) // unit)
     )

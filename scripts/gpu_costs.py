@@ -320,7 +320,7 @@ def pallas_work(config: Config, batch: Batch) -> Works:
     if isinstance(encoder, FastConformer):
         whole = segments(batch.piece_ids, batch.piece_positions).whole
         dim = encoder.dim // encoder.heads
-        width = len(distances(encoder.units(encoder.longest)))
+        width = len(distances(encoder.units(encoder.longest or 0)))
         seen = np.minimum(np.asarray(whole.hi - whole.lo) + 2 * SECTOR, width)
         unread = 2.0 * encoder.heads * float((width - seen).sum())
         clips = _attention("encoder attention", whole.lo, whole.hi, encoder.heads, dim, unread)

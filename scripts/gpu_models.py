@@ -117,7 +117,7 @@ def recordings(slots: int, model: ModelConfig, most_seconds: float = 60.0, seed:
         length = float(np.clip(rng.lognormal(np.log(min(8.0, most_seconds / 4)), 0.8), 1, most_seconds))
         frames, text = round(100 * length), 6 + round(3.5 * length)
         chunks, encoder = [], model.audio_encoder
-        per_chunk = encoder.longest - 1
+        per_chunk = (encoder.longest or frames + 1) - 1
         for start in range(0, frames, per_chunk):
             size = (min(per_chunk, frames - start), encoder.width)
             chunks.append(rng.standard_normal(size, np.float32))

@@ -10,7 +10,7 @@ import pytest
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.config.front_end import FrontEnd
-from jaxthd.models.front_ends import FastConformer, Stacked
+from jaxthd.models.front_ends import FastConformer, QFormer, Stacked
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document, audio_pieces
@@ -23,16 +23,28 @@ from tests.helpers import assert_same
 from tests.meshes.models import COMPUTE, MODEL, VOCAB, with_pattern
 from tests.weights import random_state
 
+CONFORMER: dict[str, Any] = {
+    "num_mels": 8,
+    "dim": 16,
+    "heads": 2,
+    "ffn_dim": 24,
+    "subsampling_channels": 4,
+    "conv_kernel": 5,
+}
 FRONT_ENDS: dict[str, FrontEnd] = {
-    "fastconformer": FastConformer(
-        num_mels=8,
-        layers=1,
-        dim=16,
-        heads=2,
-        ffn_dim=24,
-        subsampling_channels=4,
-        conv_kernel=5,
+    "fastconformer": FastConformer(**CONFORMER, layers=1, chunk_seconds=0.4),
+    "whole, with outputs of several blocks": FastConformer(
+        **CONFORMER, layers=2, chunk_seconds=0.0, output_layers=(0, 1)
+    ),
+    "qformer": QFormer(
+        **CONFORMER,
+        layers=2,
         chunk_seconds=0.4,
+        output_layers=(0, 1),
+        queries=3,
+        query_layers=2,
+        query_heads=2,
+        query_ffn_dim=12,
     ),
     "stacked": Stacked(
         mel_bands=8,
@@ -48,7 +60,7 @@ FRONT_ENDS: dict[str, FrontEnd] = {
     "carried": Carried(),
 }
 STORED = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
-ADAPT = dict.fromkeys(FRONT_ENDS, AdaptConfig()) | {"fastconformer": STORED}
+ADAPT = {name: STORED if isinstance(x, FastConformer) else AdaptConfig() for name, x in FRONT_ENDS.items()}
 """BatchNorms normalise by stored statistics: those of a microbatch depend on its other documents."""
 MESHES = [
     MeshConfig(1, 2, 2, 2),

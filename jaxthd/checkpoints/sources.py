@@ -107,7 +107,7 @@ def _data(found: Sequence[Checkpoint]) -> DataConfig:
     turns = of_llm[-1].family.turns
     data = DataConfig(**turns)
     # The LLM's tokenizer counts: an encoder's folder may hold that of its CTC head.
-    folders = [c.path for c in (*found, *of_llm) if (c.path / "tokenizer.json").is_file()]
+    folders = [c.tokenizer for c in (*found, *of_llm) if c.tokenizer]
     if not folders:
         return data
     data = replace(data, tokenizer=os.path.abspath(folders[-1]))

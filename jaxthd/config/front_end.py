@@ -30,7 +30,8 @@ class Piece(NamedTuple):
     run. frames: their number; frames that other pieces own may be read too. first, tokens: which of the
     outputs of these frames are audio tokens, `tokens` of them from the one with number `first` on.
     owned: how many of the frames no other piece owns, so that those of all pieces are the recording; None:
-    all of them. padding: how many of the frames are zeros behind the recording's last.
+    all of them. padding: how many of the frames are zeros behind the recording's last, where the mask is
+    False.
     """
 
     run: int
@@ -102,12 +103,17 @@ class FrontEnd:
 
     @property
     def dim(self) -> int:
-        """The dim of its outputs."""
+        """The model dim."""
         raise NotImplementedError
 
     @property
-    def longest(self) -> int:
-        """Most frames that a piece reads."""
+    def output_dim(self) -> int:
+        """The dim of its outputs."""
+        return self.dim
+
+    @property
+    def longest(self) -> int | None:
+        """Most frames that a piece reads; None: a recording is one piece, however long."""
         raise NotImplementedError
 
     def pieces(self, samples: int) -> Sequence[Piece]:
@@ -176,9 +182,9 @@ class FrontEnd:
         return sum(piece.units(self.unit) for piece in pieces) * self.unit[0]
 
     @property
-    def longest_taken(self) -> int:
-        """Frames of the audio arrays that the longest piece takes."""
-        return self.units(self.longest) * self.unit[0]
+    def longest_taken(self) -> int | None:
+        """Frames of the audio arrays that the longest piece takes; None: there is no longest."""
+        return None if self.longest is None else self.units(self.longest) * self.unit[0]
 
 
 _KINDS: Kinds[FrontEnd] = Kinds("the front end", "jaxthd.models.front_ends")

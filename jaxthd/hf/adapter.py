@@ -13,7 +13,7 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
     return {
         "model_type": "jaxthd_adapter",
         **write_settings(model, _SIZES),
-        "encoder_dim": model.audio_encoder.dim,
+        "encoder_dim": model.audio_encoder.output_dim,
         "llm_dim": model.llm.dim,
     }
 

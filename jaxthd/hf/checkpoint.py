@@ -13,7 +13,7 @@ from jaxthd.errors import UserError
 from jaxthd.files.paths import home_path
 from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor
 from jaxthd.files.weight_fields import compare_models
-from jaxthd.hf import canary_qwen
+from jaxthd.hf import salm
 from jaxthd.hf.block_scaled import block_scaled
 from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields, check_fields, read_fields
@@ -38,6 +38,12 @@ class Checkpoint:
     def path(self) -> Path:
         """The folder or the archive."""
         return self.reader.path
+
+    @property
+    def tokenizer(self) -> Path | None:
+        """The folder with its tokenizer; None: there is none."""
+        folders = (self.path, *self.family.tokenizers(self.path, self.fields))
+        return next((x for x in folders if (x / "tokenizer.json").is_file()), None)
 
     def covers(self, name: str) -> bool:
         """Whether the checkpoint holds our array of this name."""
@@ -163,12 +169,11 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
         return Checkpoint(archive_family(where), archive.fields, archive)
     fields = read_fields(path)
     kinds = {fields.get("model_type"), *(fields.get("architectures") or ())}
-    kinds |= {canary_qwen.KIND} if canary_qwen.is_salm(fields) else set()
+    kinds = {salm.KIND} if salm.is_salm(fields) else kinds
     for family in FAMILIES:
         if kinds & set(family.model_types):
-            reader = _reader(path, fields)
-            complete = family.complete(fields, reader.shapes) if family.complete else fields
-            return Checkpoint(family, complete, reader)
+            found: tuple[Family, Fields, Reader] = family, fields, _reader(path, fields)
+            return Checkpoint(*(family.opened(*found) if family.opened else found))
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
         f"{path / 'config.json'} has model_type {fields.get('model_type')!r}; expected one of {known}: "

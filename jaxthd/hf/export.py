@@ -25,7 +25,7 @@ KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.r
 _ORIGINALS = (
     *("vision_config", "vision_hidden_size", "projector_hidden_size", "video_temporal_patch_size"),
     *("pretrained_llm", "pretrained_asr", "pretrained_weights", "perception", "prompt_format"),
-    *("freeze_params", "prevent_freeze_params", "audio_locator_tag"),
+    *("freeze_params", "prevent_freeze_params", "audio_locator_tag", "use_nemo_automodel"),
 )
 """Settings that stay the original's: of a vision tower, and of how NeMo uses a model."""
 
@@ -64,10 +64,12 @@ def export(
             fields.pop("lora", None)  # it has been merged
     fields["dtype"] = dtype
     tensors = list(family.tensors(model, fields, shapes))
+    counters = {t.name for t in tensors if not t.slices and original and t.name in original.reader.shapes}
+    tensors = [t for t in tensors if t.name not in counters]
     kinds = {t.name: (t.shape, _dtype(t, dtype)) for t in tensors}
     copied: list[str] = []
     if original is not None:
-        copied = original.unread(kinds)
+        copied = [*sorted(counters), *original.unread(kinds)]
         for name in copied:
             stored = dtype if original.is_decoded(name) else original.reader.dtype(name)
             kinds[name] = (original.reader.shapes[name], stored)

@@ -3,12 +3,14 @@
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 from jaxthd.config import AdaptConfig, Block, LLMConfig, ModelConfig, RopeConfig
 from jaxthd.config.values import with_value
 from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.fields import Fields, required
+from jaxthd.hf.reader import Reader
 from jaxthd.models.front_ends import FastConformer
 
 Config = TypeVar("Config", Block, LLMConfig, FastConformer, ModelConfig, AdaptConfig, RopeConfig)
@@ -47,12 +49,16 @@ class Family:
         speech LLM has no use for, and those that a model may do without.
     token_fields: (special tokens) -> config.json's fields for them, which generation_config.json repeats.
         None: the family holds no text model.
-    complete: (fields, shapes of the tensors) -> fields, with settings that config.json leaves out.
+    opened: (the family, fields, reader) -> those of a checkpoint, as its files complete and its tensors
+        change them. None: they are as they are.
     lora: (fields) -> the LoRA that the checkpoint has, as settings of a run. None where it has none.
-    lora_fields: (adapt, names of the projections with LoRA) -> the field "lora" of an export. None: the
-        family holds no LoRA, which is merged before.
+    lora_fields: (model, adapt, names of the projections with LoRA) -> the field "lora" of an export. None:
+        the family holds no LoRA, which is merged before.
     mtp_tensors: (fields) -> what the names of tensors of multi-token prediction have in front. They may be
         left unread.
+    tokenizers: (folder, fields) -> further folders that may have the checkpoint's tokenizer.
+    finish: (folder, chat template in Jinja or None) completes the files of an export. None: it is complete.
+    lacks: our arrays that it does not hold, though covers names them, by what their names begin with.
     by_default: whether an export of a model that the family holds whole has its format without being asked.
     meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
     turns: settings of the data by which turns are written as the family's models were trained on them. {}: a
@@ -69,17 +75,24 @@ class Family:
     tensors: Callable[[ModelConfig, Fields, Mapping[str, Shape]], Iterable[Tensor]]
     ignored: tuple[str, ...] = ()
     token_fields: Callable[[TokenIds], dict[str, Any]] | None = None
-    complete: Callable[[Fields, Mapping[str, Shape]], Fields] | None = None
+    opened: Callable[["Family", Fields, Reader], tuple["Family", Fields, Reader]] | None = None
     lora: Callable[[Fields], AdaptConfig | None] | None = None
-    lora_fields: Callable[[AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
+    lora_fields: Callable[[ModelConfig, AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
     mtp_tensors: Callable[[Fields], tuple[str, ...]] = lambda fields: ("mtp.",)
+    tokenizers: Callable[[Path, Fields], Iterable[Path]] = lambda path, fields: ()
+    finish: Callable[[Path, str | None], None] | None = None
+    lacks: tuple[str, ...] = ()
     by_default: bool = True
     meaningless: Callable[[ModelConfig], Collection[str]] = lambda model: ()
     turns: Mapping[str, Any] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""
-        return any(name == what or (what.endswith(".") and name.startswith(what)) for what in self.covers)
+        return _is_below(name, self.covers) and not _is_below(name, self.lacks)
+
+
+def _is_below(name: str, beginnings: tuple[str, ...]) -> bool:
+    return any(name == what or (what.endswith(".") and name.startswith(what)) for what in beginnings)
 
 
 class Field(NamedTuple):

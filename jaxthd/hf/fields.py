@@ -47,9 +47,10 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     "two numbers": _is_pair,
     "an integer from 1 on, or ${a setting}": lambda value: isinstance(value, str) or _is_integer(value, 1),
     "a list of texts, or a text": lambda value: isinstance(value, str) or _is_list(value, str),
+    "an integer from 1 on, or -1": lambda value: _is_integer(value, 1) or value == -1,
 }
 """What a value may be, in words -> whether it is that. null stands for an absent field everywhere."""
-_COUNT, _SIZE, _NUMBER, _FLAG, _TEXT, _INTEGERS, _TEXTS, _LIST, _PAIR, _LINKED, _TARGETS = _KINDS
+_COUNT, _SIZE, _NUMBER, _FLAG, _TEXT, _INTEGERS, _TEXTS, _LIST, _PAIR, _LINKED, _TARGETS, _OR_SAME = _KINDS
 
 
 def _each(kind: str, names: str) -> dict[str, Any]:
@@ -70,9 +71,18 @@ _NEMO: dict[str, Any] = {
         "feat_in": _LINKED,
         "att_context_size": _LIST,
         **_each(_SIZE, "n_layers d_model n_heads ff_expansion_factor conv_kernel_size"),
-        "subsampling_conv_channels": _SIZE,
+        "subsampling_conv_channels": _OR_SAME,
+        "feat_out": _NUMBER,
         **_each(_FLAG, "use_bias xscaling"),
     },
+}
+_CONNECTOR: dict[str, Any] = {
+    **_each(_SIZE, "d_model input_dim output_dim prompt_size qformer_num_hidden_layers"),
+    "_target_": _TEXT,
+    "target_layer_ids": _INTEGERS,
+    "include_final_output": _FLAG,
+    "encoder_config": _each(_SIZE, "d_model encoder_attention_heads"),
+    "llm_config": {"hidden_size": _SIZE},
 }
 _PART: dict[str, Any] = {
     **_each(_SIZE, "hidden_size num_hidden_layers num_attention_heads"),
@@ -102,8 +112,14 @@ FIELDS: dict[str, Any] = {
     **_PART,
     **dict.fromkeys(("text_config", "llm_config", "audio_config", "sound_config", "encoder_config"), _PART),
     **_NEMO,
-    "perception": {**_NEMO, "modality_adapter": {}},
-    "lora": {"r": _SIZE, "target_modules": _TARGETS, **_each(_NUMBER, "lora_alpha lora_dropout")},
+    "perception": {**_NEMO, "modality_adapter": _CONNECTOR},
+    "encoder_chunk_size_seconds": _NUMBER,
+    **_each(_TEXT, "tokenizer_path audio_locator_tag prompt_format"),
+    "lora": {
+        **_each(_SIZE, "r dim"),
+        "target_modules": _TARGETS,
+        **_each(_NUMBER, "lora_alpha lora_dropout alpha dropout"),
+    },
     "quantization_config": {**_each(_TEXT, "quant_method fmt"), "weight_block_size": _INTEGERS},
 }
 """Every field that a family reads -> the kind of its value, or the fields of the object that it is."""

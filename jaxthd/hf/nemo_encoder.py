@@ -21,6 +21,13 @@ _EXPECTED = {
     "untie_biases": True,
     "att_context_size": [-1, -1],
 }
+_ALSO = {
+    "att_context_style": "regular",
+    "causal_downsampling": False,
+    "conv_context_size": None,
+    "reduction": None,
+}
+"""Further settings, which are not written."""
 _SIZES: Settings = {
     "num_mels": "feat_in",
     "layers": "n_layers",
@@ -33,7 +40,11 @@ _SIZES: Settings = {
         lambda encoder: encoder.ffn_dim // encoder.dim,
     ),
     "conv_kernel": "conv_kernel_size",
-    "subsampling_channels": "subsampling_conv_channels",
+    "subsampling_channels": Field(
+        "subsampling_conv_channels",
+        -1,
+        lambda channels, encoder: encoder["d_model"] if channels == -1 else channels,
+    ),
     "linear_bias": Field("use_bias", True),
     "conv_bias": Field("use_bias", True),
     "scale_input": Field("xscaling", True),
@@ -71,9 +82,14 @@ def encoder_config(config: Any, model: ModelConfig, where: str) -> FastConformer
         fields["att_context_size"] = [-1, -1]
     must_be(
         {name: x if x is not None else "null" for name, x in fields.items()},
-        _EXPECTED,
+        _EXPECTED | _ALSO,
         f"the encoder in {where}",
     )
+    if (fields.get("feat_out") or -1) not in (-1, found.dim):
+        raise UserError(
+            f"the encoder in {where} has feat_out {fields['feat_out']}; expected -1, because jaxthd has no "
+            "projection behind the encoder: choose another checkpoint"
+        )
     return found
 
 

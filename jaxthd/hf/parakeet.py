@@ -31,6 +31,10 @@ _SIZES: Settings = {
 }
 
 
+LACKS = ("encoder.qformer.",)
+"""Parts of a front end beside its FastConformer."""
+
+
 def encoder_config(fields: Fields, model: ModelConfig, where: str = "config.json") -> FastConformer:
     """The model's encoder with the checkpoint's settings; absent ones are the library's defaults."""
     must_be(fields, _EXPECTED, where)
@@ -53,8 +57,14 @@ def own_encoder(model: ModelConfig) -> FastConformer:
 
 
 def encoder_fields(model: ModelConfig) -> dict[str, Any]:
-    """config.json of an export."""
+    """config.json of an export. Raises UserError for an encoder that is more than its blocks."""
     encoder = own_encoder(model)
+    if type(encoder) is not FastConformer or encoder.output_layers or encoder.bfloat16_filters:
+        raise UserError(
+            f"model.encoder is {encoder.title} with output_layers {encoder.output_layers} and "
+            f"bfloat16_filters {encoder.bfloat16_filters}; this format holds a FastConformer with the "
+            "outputs of its last block and unrounded filters: choose --format salm"
+        )
     return {
         "architectures": ["ParakeetEncoder"],
         "model_type": "parakeet_encoder",
@@ -89,5 +99,6 @@ FAMILY = Family(
     tensors=lambda model, fields, shapes: encoder_tensors(
         model, shapes, "" if _is_alone(fields) else "encoder."
     ),
+    lacks=LACKS,
     ignored=("ctc_head.*", "decoder.*", "joint.*", "encoder_projector.*"),
 )

@@ -73,22 +73,30 @@ class Decoded:
         return [first[each] for each in self._reader.in_file_order(first)]
 
 
-_A, _B, _BASE = ".lora_A.default.weight", ".lora_B.default.weight", ".base_layer."
+_LOW_RANK = re.compile(r"(.+)\.lora_[AB](\.default)?\.weight$")
 
 
-def merged_lora(reader: Reader, scale: float) -> Decoded:
-    """The tensors of a checkpoint with LoRA, as peft writes them, by the names of a model without: each
-    projection is w + scale b @ a.
+def merged_lora(reader: Reader, scale: float, only: tuple[str, ...] | None = None) -> Decoded:
+    """The tensors of a checkpoint with LoRA, as peft and NeMo Automodel write them, by the names of a model
+    without: each projection is w + scale b @ a.
 
+    only: the ends of the names of projections that are merged; the others keep their matrices, and all
+    tensors their names. None: all are merged.
     Sums are computed and given in float32. All other tensors are the reader's.
     """
+    found = (match for name in reader.shapes if (match := _LOW_RANK.match(name)))
+    adapters = {match[1]: match[2] or "" for match in found if only is None or match[1].endswith(only)}
     stored: dict[str, tuple[str, ...]] = {}
     for name in reader.shapes:
-        plain = re.sub(r"^(.*?)base_model\.model\.", r"\1", name).replace(_BASE, ".")
-        if name.endswith(f"{_BASE}weight"):
-            module = name.removesuffix(f"{_BASE}weight")
-            stored[plain] = (name, module + _A, module + _B)
-        elif not name.endswith((_A, _B)):
+        of_module = _LOW_RANK.match(name)
+        module = name.removesuffix(".weight").removesuffix(".base_layer")
+        plain = f"{module}.weight" if module in adapters else name
+        if only is None:
+            plain = re.sub(r"^(.*?)base_model\.model\.", r"\1", plain)
+        if module in adapters and name.endswith(".weight"):
+            low_rank = (f"{module}.lora_{x}{adapters[module]}.weight" for x in "AB")
+            stored[plain] = (name, *low_rank)
+        elif of_module is None or of_module[1] not in adapters:
             stored[plain] = (name,)
     return Decoded(reader, stored, {}, partial(_merged, np.float32(scale)))
 

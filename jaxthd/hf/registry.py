@@ -6,7 +6,6 @@ from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.hf import (
     adapter,
-    canary_qwen,
     deepseek_v3,
     gpt_oss,
     nemotron_h,
@@ -14,6 +13,7 @@ from jaxthd.hf import (
     parakeet,
     qwen3,
     qwen3_next,
+    salm,
 )
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
 
@@ -25,7 +25,7 @@ FAMILIES: tuple[Family, ...] = (
     gpt_oss.FAMILY,
     parakeet.FAMILY,
     nemotron_omni.FAMILY,
-    canary_qwen.FAMILY,
+    salm.FAMILY,
     adapter.FAMILY,
 )
 

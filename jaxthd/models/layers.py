@@ -74,14 +74,14 @@ class RMSNorm(nnx.Module):
 
 
 class LayerNorm(nnx.Module):
-    """(x - mean) / sqrt(variance + LAYER_NORM_EPS) * weight + bias, over the last dim, in promote(float32,
-    x)."""
+    """(x - mean) / sqrt(variance + eps) * weight + bias, over the last dim, in promote(float32, x)."""
 
-    def __init__(self, dim: int, init: Init) -> None:
+    def __init__(self, dim: int, init: Init, eps: float = LAYER_NORM_EPS) -> None:
         self.weight, self.bias = init.ones((dim,)), init.zeros((dim,))
+        self.eps = eps
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
-        normed: Array = layer_norm(LAYER_NORM_EPS, x_ND, self.weight[...], self.bias[...])
+        normed: Array = layer_norm(self.eps, x_ND, self.weight[...], self.bias[...])
         return normed
 
     def of_heads(self, x_NHD: Float[Array, "N H D"]) -> Float[Array, "N H D"]:

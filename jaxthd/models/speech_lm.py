@@ -109,7 +109,13 @@ class SpeechLM(nnx.Module):
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
         self.encoder = config.encoder.build(everywhere, compute) if config.encoder else None
         self.adapter = (
-            Adapter(config.encoder.dim, config.adapter_dim, config.llm, everywhere, bias=config.adapter_bias)
+            Adapter(
+                config.encoder.output_dim,
+                config.adapter_dim,
+                config.llm,
+                everywhere,
+                bias=config.adapter_bias,
+            )
             if config.encoder
             else None
         )

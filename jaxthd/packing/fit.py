@@ -87,7 +87,8 @@ class BufferLimits:
         share = -(-whole // ranks)
         if front_end is not None and ranks > 1 and front_end.divisible == "pieces":
             # Pieces go to the emptiest rank, which has no more than the mean.
-            share = min(share + front_end.units(front_end.longest) - 1, whole)
+            longest = whole if front_end.longest is None else front_end.units(front_end.longest)
+            share = min(share + longest - 1, whole)
         elif front_end is not None and front_end.divisible == "recordings":
             share = whole
         return share * frames
@@ -144,7 +145,8 @@ class BufferLimits:
             too_large = "it holds a recording, and audio_capacity is 0"
         elif sum(frames) > self.audio_capacity:
             too_large = f"its {sum(frames)} audio frames exceed the audio_capacity of {self.audio_capacity}"
-        elif self.front_end is not None and self.front_end.longest_taken < max(frames, default=0):
+        elif self._is_too_long(max(frames, default=0)):
+            assert self.front_end is not None
             too_large = (
                 f"its pieces of {list(frames)} audio frames exceed the front end's longest of "
                 f"{self.front_end.longest_taken} ({self.front_end.longest_setting or self.front_end.title})"
@@ -163,6 +165,11 @@ class BufferLimits:
             f"{self.shares.share}, and {why}; {change}, lower context, or choose another context_layout than "
             '"whole"'
         )
+
+    def _is_too_long(self, frames: int) -> bool:
+        """Whether a piece of so many frames of the audio arrays is longer than the front end's longest."""
+        longest = self.front_end.longest_taken if self.front_end else None
+        return longest is not None and longest < frames
 
     def can_share(self, fits: Sequence[Fit]) -> bool:
         """Whether documents with these Fits can be assigned to the context ranks of one row."""
@@ -197,7 +204,8 @@ class BufferLimits:
         )
         for start, length in zip(starts, frames, strict=True):
             is_split = length > self.rank_frames - start % self.rank_frames
-            if is_split and self.front_end is not None and self.front_end.longest_taken < length:
+            if is_split and self._is_too_long(length):
+                assert self.front_end is not None
                 raise ValueError(
                     f"a piece of {length} audio frames is split over {self.audio_ranks} audio ranks of "
                     f"{self.rank_frames} each; expected at most {self.front_end.longest_taken}, the longest "

@@ -223,7 +223,8 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
     longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
     wanted = [audio_mean(stream, config) * (1 + slack) for slack in SLACKS]
     wanted += [longest, -(-data.capacity // outputs) * unit]
-    return sorted({max(_multiple(size, unit), front_end.longest_taken) for size in wanted})
+    least = front_end.longest_taken or 0
+    return sorted({max(_multiple(size, unit), least) for size in wanted})
 
 
 def capacities(stream: Lengths, config: Config) -> list[int]:

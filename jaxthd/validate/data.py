@@ -66,7 +66,7 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"set data.max_documents to {capacity} or less",
             is_warning=True,
         )
-    if encoder is None or not data.audio_capacity:
+    if encoder is None or not data.audio_capacity or encoder.longest is None:
         return
     frames, outputs = encoder.unit
     slots, what = encoder.units(encoder.longest) * outputs, encoder.longest_setting or encoder.title

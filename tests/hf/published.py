@@ -21,7 +21,7 @@ from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
 from jaxthd.files.tensor_names import Tensor
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import Document, audio_pieces
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
@@ -31,7 +31,8 @@ REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
 QWEN = ("qwen3", "qwen3_moe", "qwen3_next")
 DEEPSEEK = ("deepseek_v3", "moonlight")
-FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", "canary_qwen")
+SALM = ("salm", "salm_layers", "salm_qformer", "salm_automodel")
+FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", *SALM)
 CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(
     # Used where the checkpoint has no encoder.
@@ -96,12 +97,22 @@ class Published(NamedTuple):
 
     def document(self, number: int) -> Document:
         tokens = self.arrays[f"tokens.{number}"].astype(np.int32)
+        if f"samples.{number}" in self.arrays:
+            return self._of_recording(number, tokens)
         mels = self.arrays.get(f"mels.{number}")
         is_audio = tokens == (47 if mels is not None else -1)
         supervised = np.arange(len(tokens)) > (np.flatnonzero(is_audio)[-1] if is_audio.any() else 0)
         chunks = [] if mels is None else [mels]
         assert is_audio.sum() == sum(-(-(len(x)) // 8) for x in chunks)
         return Document(str(number), tokens, is_audio, supervised, tuple(clip_of(chunks)))
+
+    def _of_recording(self, number: int, tokens: np.ndarray) -> Document:
+        """Of a reference with recordings, whose tokens have one placeholder, past the vocabulary."""
+        samples = (self.arrays[f"samples.{number}"] / 2**15).astype(np.float32)
+        front_end, placeholder = self.config.model.audio_encoder, self.config.model.llm.vocab_size
+        pieces = audio_pieces(front_end.pieces(len(samples)), front_end.features(samples, None))
+        supervised = np.arange(len(tokens)) > np.flatnonzero(tokens == placeholder)[-1]
+        return Document.splice(str(number), tokens.tolist(), supervised.tolist(), [pieces], placeholder)
 
     def gradients(self) -> dict[str, np.ndarray]:
         """The library's gradients by jaxthd's names."""
@@ -152,10 +163,15 @@ def load_reference(name: str) -> dict[str, np.ndarray]:
 
 
 def write_published(name: str, folder: Path) -> Path:
-    """The reference's checkpoint as a folder."""
+    """The reference's checkpoint as a folder; in it, where config.json names the LLM's, that too."""
     arrays = load_reference(name)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(str(arrays["config"]))
+    fields = json.loads(str(arrays["config"]))
+    if "llm" in arrays:
+        (folder / "llm").mkdir()
+        (folder / "llm" / "config.json").write_text(str(arrays["llm"]))
+        fields["pretrained_llm"] = str(folder / "llm")
+    (folder / "config.json").write_text(json.dumps(fields))
     save_file(group(arrays, "weight"), folder / "model.safetensors", metadata={"format": "pt"})
     return folder
 

@@ -1,4 +1,4 @@
-"""Imported checkpoints compute what the transformers library computes: logits, loss, every gradient."""
+"""Imported checkpoints compute what the transformers library and NeMo do: logits, loss, every gradient."""
 
 from math import inf
 
@@ -12,14 +12,14 @@ from jaxthd.hf.parakeet import encoder_config
 from jaxthd.hf.registry import export_families
 from jaxthd.models.blocks import Attention, Mamba2, MoE
 from tests.helpers import assert_same
-from tests.hf.published import DEEPSEEK, LLMS, QWEN, Published, published
+from tests.hf.published import DEEPSEEK, LLMS, QWEN, SALM, Published, published
 
 
 @pytest.fixture(
     scope="module",
     params=[
         "nemotron_omni",
-        "canary_qwen",
+        *SALM,
         *QWEN,
         DEEPSEEK[0],
         "gpt_oss",

@@ -1,5 +1,6 @@
 """Prompt templates: turns of text and recordings -> token ids, and which of these are supervised."""
 
+import json
 import reprlib
 from collections.abc import Collection, Sequence
 from itertools import takewhile
@@ -129,6 +130,36 @@ class PromptTemplate:
                     f"text {reprlib.repr(text)} holds {mark}, a mark of the template; remove it from the text"
                 )
         return self._tokenizer.encode(text)
+
+
+def as_jinja(data: DataConfig, tokenizer: Tokenizer) -> str | None:
+    """The template as a chat template in Jinja, which transformers and vLLM read; None where it is the
+    checkpoint's own.
+
+    tokenizer: whose tokens its marks are.
+    """
+    if data.template == "chat_template" or not isinstance(tokenizer, FileTokenizer):
+        return None
+    written = PromptTemplate(data, tokenizer)
+    start, end = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(written.end_id)
+    system = json.dumps(data.system_prompt, ensure_ascii=False)
+    first = f"{{{{ {system} }}}}"
+    if data.template == "chatml":
+        turn = f"{IM_START}{{{{ message['role'] + '\\n' + message['content'] }}}}{end}{{{{ '\\n' }}}}"
+        first = f"{IM_START}{{{{ 'system\\n' + {system} }}}}{end}{{{{ '\\n' }}}}"
+        start, last = "", f"{IM_START}{{{{ 'assistant\\n' }}}}"
+    else:
+        turn = f"{{{{ message['content'] }}}}{{% if message['role'] == 'assistant' %}}{end}{{% endif %}}"
+        last = ""
+    has_none = "{% if messages | selectattr('role', 'equalto', 'system') | list | length == 0 %}"
+    return "".join(
+        [
+            start,
+            f"{has_none}{first}{{% endif %}}" if data.system_prompt else "",
+            f"{{% for message in messages %}}{turn}{{% endfor %}}",
+            f"{{% if add_generation_prompt %}}{last}{{% endif %}}" if last else "",
+        ]
+    )
 
 
 def answer_of(tokens: Sequence[int], stop_ids: Collection[int]) -> tuple[list[int], bool]:

@@ -2,6 +2,7 @@
 (jaxthd/config/front_end.py)."""
 
 from jaxthd.models.front_ends.fastconformer.settings import FastConformer
+from jaxthd.models.front_ends.qformer.settings import QFormer
 from jaxthd.models.front_ends.stacked.settings import Stacked
 
-__all__ = ["FastConformer", "Stacked"]
+__all__ = ["FastConformer", "QFormer", "Stacked"]

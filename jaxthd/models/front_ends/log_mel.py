@@ -5,6 +5,7 @@ Legend: S samples at 16 kHz, F mel frames (10 ms), W window samples, B bins of t
 
 import functools
 
+import ml_dtypes
 import numpy as np
 import scipy.sparse
 from jaxtyping import Float32, Float64
@@ -51,13 +52,29 @@ def mel_filterbank(bands: int) -> Float64[np.ndarray, "B M"]:
 
 
 @functools.cache
-def _sparse_filterbank(bands: int) -> scipy.sparse.csr_array:
+def window(rounded: bool = False) -> Float64[np.ndarray, " W"]:
+    """The symmetric Hann window, read-only. rounded: as a checkpoint that stores it in bfloat16 has it."""
+    window_W = np.hanning(_WINDOW)
+    window_W = _in_bfloat16(window_W) if rounded else window_W
+    window_W.flags.writeable = False
+    return window_W
+
+
+@functools.cache
+def filters(bands: int, rounded: bool = False) -> scipy.sparse.csr_array:
     """Returns the filters as a sparse matrix [M, B]: a bin is in two bands at most.
 
+    rounded: as a checkpoint that stores them in bfloat16 has them.
     The features of two seconds of speech take 0.5 ms with it. They took 7 ms with a dense product, for which
     BLAS starts threads.
     """
-    return scipy.sparse.csr_array(mel_filterbank(bands).T)
+    filters_BM = mel_filterbank(bands)
+    return scipy.sparse.csr_array((_in_bfloat16(filters_BM) if rounded else filters_BM).T)
+
+
+def _in_bfloat16(x: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
+    """What is left of x in bfloat16, of float32: so checkpoints are rounded."""
+    return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 
 def log_mel(
@@ -65,6 +82,7 @@ def log_mel(
     bands: int,
     dither: float = 0.0,
     rng: np.random.Generator | None = None,
+    rounded: bool = False,
 ) -> Float32[np.ndarray, "F M"]:
     """Normalised log-mel features of one utterance, F = S // 160 frames; frame f is centred on sample 160 f.
 
@@ -73,6 +91,7 @@ def log_mel(
     the F frames: minus the mean, divided by the standard deviation (with F - 1) plus 1e-5. All steps from the
     FFT on are in float64.
     dither: amplitude of Gaussian noise that training adds to the samples, drawn from `rng` (document_rng).
+    rounded: whether window and bands are rounded to bfloat16.
     Raises ValueError for fewer than 320 samples (one frame has no deviation), and for dither without rng.
     Source: NeMo's AudioToMelSpectrogramPreprocessor. The result is within 1e-6 of transformers'
     ParakeetFeatureExtractor with its FFT in float64. As shipped, that computes in float32, and its rounding
@@ -92,9 +111,9 @@ def log_mel(
     # rfft pads the 400 points to 512. Where the window lies among them changes only phases.
     padded = np.pad(signal, _WINDOW // 2)
     frames_FW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:frames]
-    spectrum_FB = np.fft.rfft(frames_FW * np.hanning(_WINDOW), _FFT)
+    spectrum_FB = np.fft.rfft(frames_FW * window(rounded), _FFT)
     power_FB = spectrum_FB.real**2 + spectrum_FB.imag**2
-    mel_FM = np.log((_sparse_filterbank(bands) @ power_FB.T).T + _LOG_FLOOR)
+    mel_FM = np.log((filters(bands, rounded) @ power_FB.T).T + _LOG_FLOOR)
     mel_FM -= mel_FM.mean(axis=0)
     mel_FM /= mel_FM.std(axis=0, ddof=1) + _STD_FLOOR
     return mel_FM.astype(np.float32)

@@ -33,9 +33,11 @@ DENSE_FRAMES = 512
 class Clips(NamedTuple):
     """The description of the clips that every block uses, computed once.
 
-    frames: the number of valid frames on all ranks.
+    frames: the number of valid frames on all ranks. longest: the most frames of a clip.
     attention: how it is computed (compute.encoder_attention).
     cos, sin: cos(p w_f) and sin(p w_f), for a frame's position p in its clip and every frequency w_f.
+    padded: the clips with the frames of padding behind them that are computed too: the convolution at these
+    reads the clip's frames, attention gives them 0. None: there are none.
     neighbours: of the ranks that clips are split over; None where they lie whole on this rank. waves: the
     cosines and sines of the neighbours' window, in the compute dtype.
     """
@@ -45,8 +47,10 @@ class Clips(NamedTuple):
     cos: Float[Array, "E F"]
     sin: Float[Array, "E F"]
     attention: str
+    longest: int
     neighbours: Neighbours | None = None
     waves: Float[Array, "S X"] | None = None
+    padded: Segments | None = None
 
 
 class _Query(NamedTuple):
@@ -111,7 +115,6 @@ class RelativeAttention(nnx.Module):
         self.content_bias, self.position_bias = (
             init.zeros((config.heads, config.dim // config.heads)) for _ in range(2)
         )
-        self.longest = config.units(config.longest)
 
     def __call__(self, x_ED: Float[Array, "E D"], clips: Clips) -> Float[Array, "E D"]:
         dtype, (heads, dim) = x_ED.dtype, self.content_bias.shape
@@ -129,7 +132,7 @@ class RelativeAttention(nnx.Module):
             """Attends to the rank's own frames and to those of its neighbours."""
             k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
             if clips.attention == "pallas" and clips.segments.row_length > DENSE_FRAMES:
-                return self._kernels_over_ranks(q_EHd, k_SHd, v_SHd, w_F2Hd, neighbours)
+                return self._kernels_over_ranks(q_EHd, k_SHd, v_SHd, w_F2Hd, neighbours, clips.longest)
             assert clips.waves is not None
             keys = _Keys(k_SHd, v_SHd, clips.waves, neighbours.ids, neighbours.keys)
             return _attend(self._query(q_EHd, w_F2Hd, clips), keys, clips.segments, 1 / math.sqrt(dim))
@@ -139,32 +142,46 @@ class RelativeAttention(nnx.Module):
         else:
             with_window = partial(over_ranks, clips.neighbours)
             o_EHd = jax.lax.cond(clips.neighbours.is_split, with_window, own, *given)
-        return self.out(o_EHd.reshape(x_ED.shape))
+        o_ED = o_EHd.reshape(x_ED.shape)
+        if clips.padded is not None:
+            o_ED = jnp.where(clips.segments.valid[:, None], o_ED, 0)
+        return self.out(o_ED)
 
     def _own(self, q_EHd: Array, k_EHd: Array, v_EHd: Array, w_F2Hd: Array, clips: Clips) -> Array:
         """Attention inside the clips that lie whole on this rank."""
         scale, segments, dtype = 1 / math.sqrt(q_EHd.shape[-1]), clips.segments, q_EHd.dtype
         if clips.attention == "pallas":
             u_Hd, v_Hd = self._biases(dtype)
-            return self._kernels(q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, w_F2Hd, v_EHd, *segments.whole[:2])
+            given = q_EHd + u_Hd, k_EHd, q_EHd + v_Hd, w_F2Hd, v_EHd, *segments.whole[:2]
+            return self._kernels(*given, clips.longest)
         waves_EX = jnp.concatenate([clips.cos, clips.sin], axis=-1).astype(dtype)
         keys = _Keys(k_EHd, v_EHd, waves_EX, segments.ids.reshape(segments.rows, -1), segments.whole)
         return _attend(self._query(q_EHd, w_F2Hd, clips), keys, segments, scale)
 
     def _kernels_over_ranks(
-        self, q_EHd: Array, k_SHd: Array, v_SHd: Array, w_F2Hd: Array, neighbours: Neighbours
+        self, q_EHd: Array, k_SHd: Array, v_SHd: Array, w_F2Hd: Array, neighbours: Neighbours, longest: int
     ) -> Array:
         """The kernels have queries in the whole window, of which only this rank's see anything."""
         u_Hd, v_Hd = self._biases(q_EHd.dtype)
         content_SHd, position_SHd = neighbours.placed(q_EHd + u_Hd), neighbours.placed(q_EHd + v_Hd)
         lo_S, hi_S = map(neighbours.placed, neighbours.keys[:2])
-        return neighbours.own(self._kernels(content_SHd, k_SHd, position_SHd, w_F2Hd, v_SHd, lo_S, hi_S))
+        given = content_SHd, k_SHd, position_SHd, w_F2Hd, v_SHd, lo_S, hi_S
+        return neighbours.own(self._kernels(*given, longest))
 
     def _kernels(
-        self, content: Array, k: Array, position: Array, w_F2Hd: Array, v: Array, lo: Array, hi: Array
+        self,
+        content: Array,
+        k: Array,
+        position: Array,
+        w_F2Hd: Array,
+        v: Array,
+        lo: Array,
+        hi: Array,
+        longest: int,
     ) -> Array:
-        given = content, k, position, self._far(w_F2Hd, accumulation_dtype(content)), v, lo, hi
-        return relative_attention(*given, 1 / math.sqrt(content.shape[-1]), self.longest)
+        far_WHd = _far(w_F2Hd, longest, accumulation_dtype(content))
+        scale = 1 / math.sqrt(content.shape[-1])
+        return relative_attention(content, k, position, far_WHd, v, lo, hi, scale, longest)
 
     def _biases(self, dtype: jnp.dtype) -> tuple[Array, Array]:
         """u and v."""
@@ -179,11 +196,12 @@ class RelativeAttention(nnx.Module):
         rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
         return _Query(q_EHd + u_Hd, jnp.concatenate(rotated, axis=-1).astype(q_EHd.dtype))
 
-    def _far(self, w_F2Hd: Array, acc: jnp.dtype) -> Float[Array, "W H d"]:
-        """W phi(t) for all distances t of two frames in a clip."""
-        angle_WF = distances(self.longest)[:, None].astype(acc) * frequencies(2 * len(w_F2Hd), acc)
-        phi_WF2 = jnp.stack([jnp.sin(angle_WF), jnp.cos(angle_WF)], axis=-1).astype(w_F2Hd.dtype)
-        return jnp.einsum("wft,fthd->whd", phi_WF2, w_F2Hd)
+
+def _far(w_F2Hd: Array, longest: int, acc: jnp.dtype) -> Float[Array, "W H d"]:
+    """W phi(t) for all distances t of two frames in a clip."""
+    angle_WF = distances(longest)[:, None].astype(acc) * frequencies(2 * len(w_F2Hd), acc)
+    phi_WF2 = jnp.stack([jnp.sin(angle_WF), jnp.cos(angle_WF)], axis=-1).astype(w_F2Hd.dtype)
+    return jnp.einsum("wft,fthd->whd", phi_WF2, w_F2Hd)
 
 
 def frequencies(dim: int, acc: jnp.dtype) -> Float[Array, " F"]:

@@ -97,7 +97,10 @@ class ConvModule(nnx.Module):
         self, x_ED: Float[Array, "E D"], clips: Clips, *, train: bool, axes: tuple[str, ...]
     ) -> Float[Array, "E D"]:
         w_KD = self.depthwise[...].astype(x_ED.dtype)
-        y_ED = centered_conv(glu(self.up(x_ED)), w_KD, clips.segments, clips.neighbours)
+        y_ED = glu(self.up(x_ED))
+        if clips.padded is not None:
+            y_ED = jnp.where(clips.segments.valid[:, None], y_ED, 0)
+        y_ED = centered_conv(y_ED, w_KD, clips.padded or clips.segments, clips.neighbours)
         if self.depthwise_bias is not None:
             y_ED = y_ED + self.depthwise_bias[...].astype(x_ED.dtype)
         y_ED = self.norm(y_ED, clips.segments.valid, clips.frames, train=train, axes=axes)
@@ -140,7 +143,8 @@ class FastConformerEncoder(nnx.Module):
         self.subsampling = Subsampling(config, init, compute.blocks.front_end, remat=compute.remat != "none")
         self.blocks = stack(lambda init: ConformerBlock(config, init), init, config.layers)
         self.scale = math.sqrt(config.dim) if config.scale_input else 1.0
-        self.longest = config.units(config.longest)
+        self.longest = None if config.longest is None else config.units(config.longest)
+        self.output_layers = config.output_layers
         self.remat, self.unroll = compute.remat, compute.unroll_layers
         self.keeps_gathered = init.mesh.pipeline == 1
         self.attention = compute.encoder_attention.replace("auto", "blocks")
@@ -168,27 +172,52 @@ class FastConformerEncoder(nnx.Module):
                 f"{len(mels_AM)} mel frames for {len(segments.ids)} encoder frames; "
                 f"expected {SUBSAMPLING} for each: check features against piece_ids"
             )
-        neighbours = make_neighbours(segments, self.longest - 1, row_axes, axes)
+        how: dict[str, Any] = {"train": train, "axes": axes, "row_axes": row_axes}
+        outputs, buffers = self.outputs(mels_AM, mel_mask_A, segments, None, **how)
+        x_ED = jnp.concatenate(outputs, axis=-1) if len(outputs) > 1 else outputs[0]
+        return jnp.where(segments.valid[:, None], x_ED, 0), buffers
+
+    def outputs(
+        self,
+        mels_AM: Float[Array, "A M"],
+        mel_mask_A: Bool[Array, " A"],
+        segments: Segments,
+        padded: Segments | None,
+        *,
+        train: bool,
+        axes: tuple[str, ...],
+        row_axes: tuple[str, ...] = (),
+    ) -> tuple[list[Float[Array, "E D"]], dict[str, Any]]:
+        """The outputs of output_layers, or of the last block, and the buffers. Padding has any values.
+
+        padded: the clips with frames of padding behind them, which are computed as NeMo does; None: without.
+        Else as a call.
+        """
+        of_row = segments.row_length * jax.lax.axis_size(row_axes)
+        longest = of_row if self.longest is None else self.longest
+        neighbours = make_neighbours(segments, longest - 1, row_axes, axes)
         x_ED = self._subsampled(mels_AM, mel_mask_A, segments, neighbours)
         dim, acc = x_ED.shape[1], accumulation_dtype(mels_AM)
         w_F = frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
-        clips = Clips(segments, frames, jnp.cos(angle_EF), jnp.sin(angle_EF), self.attention)
+        waves = jnp.cos(angle_EF), jnp.sin(angle_EF)
+        clips = Clips(segments, frames, *waves, self.attention, longest, padded=padded)
         if neighbours is not None:
             angle_SF = neighbours.positions.reshape(-1, 1).astype(acc) * w_F
             waves_SX = jnp.concatenate([jnp.cos(angle_SF), jnp.sin(angle_SF)], axis=-1)
             clips = clips._replace(neighbours=neighbours, waves=waves_SX.astype(x_ED.dtype))
-            is_too_long = neighbours.is_split & (segments.positions >= self.longest).any()
+            is_too_long = neighbours.is_split & (segments.positions >= longest).any()
             x_ED = jnp.where(is_too_long, jnp.nan, x_ED)
 
-        def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, dict[str, Any]]:
-            """One block of the encoder, and its running statistics."""
+        def body(block: ConformerBlock, x_ED: Array) -> tuple[Array, tuple[Array | None, dict[str, Any]]]:
+            """One block of the encoder: (its output, that again if it is asked for, running statistics)."""
             x_ED = block(x_ED, clips, train=train, axes=axes)
-            return x_ED, nnx.to_pure_dict(nnx.state(block, Buffer))
+            return x_ED, (x_ED if self.output_layers else None, nnx.to_pure_dict(nnx.state(block, Buffer)))
 
-        x_ED, buffers = scan_stack(self.blocks, body, x_ED, remat=self.remat, unroll=self.unroll)
-        return jnp.where(segments.valid[:, None], x_ED, 0), {"blocks": buffers}
+        x_ED, (each_LED, buffers) = scan_stack(self.blocks, body, x_ED, remat=self.remat, unroll=self.unroll)
+        found = [each_LED[layer] for layer in self.output_layers] if self.output_layers else [x_ED]
+        return found, {"blocks": buffers}
 
     def _subsampled(
         self, mels_AM: Array, mel_mask_A: Array, segments: Segments, neighbours: Neighbours | None

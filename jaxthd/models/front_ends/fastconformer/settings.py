@@ -3,14 +3,14 @@ loader's workers import it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
 from jaxtyping import Float32
 
 from jaxthd.config.findings import Finding, multiples
-from jaxthd.config.front_end import FrontEnd, Piece, register_front_end
-from jaxthd.config.values import DERIVED, Range
+from jaxthd.config.front_end import SAMPLE_RATE, FrontEnd, Piece, register_front_end
+from jaxthd.config.values import DERIVED, Index, Range
 from jaxthd.files.tensor_names import Table
 from jaxthd.models.front_ends.fastconformer.tensors import encoder_table
 from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterbank
@@ -18,6 +18,10 @@ from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterban
 SUBSAMPLING = 8
 """Mel frames per encoder frame: three stride-2 convolutions, each L -> (L - 1) // 2 + 1. 100 -> 13, 1000 ->
 125, 3000 -> 375."""
+_SHORTEST = 2 * HOP
+"""Samples of the shortest chunk: two mel frames, for one has no deviation to be divided by."""
+_PROBED = 6000
+"""Mel frames of the longest clip that kernels are tried on where recordings are whole."""
 _GROUPS = {"ffn1": "feed-forward", "ffn2": "feed-forward", "attention": "attention", "conv": "convolution"}
 
 
@@ -26,14 +30,17 @@ class FastConformer(FrontEnd):
     """FastConformer over packed log-mel frames. Each encoder chunk has log-mel features of its own."""
 
     title = "FastConformer"
-    divisible = "frames"
+    divisible: ClassVar[Literal["frames", "pieces", "recordings"]] = "frames"
     module = "jaxthd.models.front_ends.fastconformer.module:FastConformerEncoder"
     longest_setting = "model.encoder.chunk_seconds"
-    feature_settings = ("chunk_seconds", "num_mels")
+    feature_settings: ClassVar[tuple[str, ...]] = ("chunk_seconds", "num_mels")
     read_with_others = ("chunk_seconds",)
     kind: Annotated[Literal["fastconformer"], DERIVED] = "fastconformer"
     num_mels: int = 80
     """Mel bands of the features."""
+    bfloat16_filters: bool = False
+    """Whether the features' window and mel filters are rounded to bfloat16, as in checkpoints of NeMo that
+    store them so."""
     layers: int = 4
     """Conformer blocks."""
     dim: int = 128
@@ -52,8 +59,12 @@ class FastConformer(FrontEnd):
     """Biases in convolution modules."""
     scale_input: bool = True
     """Multiply the subsampled features by sqrt(dim)."""
-    chunk_seconds: Annotated[float, Range(0.02)] = 30.0
-    """Longer audio is encoded in chunks of this length. A property of the model, not of the mesh."""
+    output_layers: tuple[Index, ...] = ()
+    """Numbers of the blocks, from 0 on, whose outputs are given side by side, in rising order; (): the last
+    block's alone. A block may be named twice."""
+    chunk_seconds: Annotated[float, Range(0)] = 30.0
+    """Longer audio is encoded in chunks of this length, each with features of its own; 0: recordings are
+    encoded whole. A property of the model, not of the mesh."""
 
     @property
     def width(self) -> int:
@@ -68,21 +79,41 @@ class FastConformer(FrontEnd):
         return SUBSAMPLING, 1
 
     @property
-    def longest(self) -> int:
-        """A tail of one frame joins the chunk before it."""
-        return round(self.chunk_seconds * 100) + 1
+    def output_dim(self) -> int:
+        return self.dim * max(len(self.output_layers), 1)
+
+    @property
+    def longest(self) -> int | None:
+        """The frames of a chunk with the longest tail that joins it."""
+        return (self._chunk_samples + _SHORTEST - 1) // HOP if self.chunk_seconds else None
+
+    @property
+    def _chunk_samples(self) -> int:
+        """Samples of a chunk; 0: recordings are whole."""
+        return max(round(self.chunk_seconds * SAMPLE_RATE), _SHORTEST) if self.chunk_seconds else 0
+
+    def _ends(self, samples: int) -> list[int]:
+        """The sample behind each chunk's last. A tail too short for features joins the chunk before."""
+        chunk = self._chunk_samples or samples + 1
+        return [*range(chunk, samples - _SHORTEST + 1, chunk), samples]
 
     def pieces(self, samples: int) -> list[Piece]:
-        frames = [end - start for start, end in _bounds(samples // HOP, round(self.chunk_seconds * 100))]
+        ends = self._ends(samples)
+        frames = [(end - start) // HOP for start, end in zip([0, *ends[:-1]], ends, strict=True)]
         return [Piece(run, 0, n, 0, -(-n // SUBSAMPLING)) for run, n in enumerate(frames)]
 
     def features(
         self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
     ) -> list[Float32[np.ndarray, "F W"]]:
-        bounds = _bounds(len(samples) // HOP, round(self.chunk_seconds * 100))
-        chunks = np.split(samples, [HOP * end for _, end in bounds[:-1]])
-        amplitude = 0.0 if dither is None else DITHER
-        return [log_mel(chunk, self.num_mels, dither=amplitude, rng=dither) for chunk in chunks]
+        chunks = np.split(samples, self._ends(len(samples))[:-1])
+        how: dict[str, Any] = {"dither": 0.0 if dither is None else DITHER, "rng": dither}
+        how["rounded"] = self.bfloat16_filters
+        return [log_mel(chunk, self.num_mels, **how) for chunk in chunks]
+
+    @property
+    def features_identity(self) -> dict[str, Any]:
+        """Runs from before that setting go on."""
+        return super().features_identity | ({"bfloat16_filters": True} if self.bfloat16_filters else {})
 
     def faults(self, where: str) -> Iterator[Finding]:
         """Checks sizes that the encoder divides."""
@@ -110,12 +141,27 @@ class FastConformer(FrontEnd):
             expected = "an odd number, because there are as many taps before a frame as after it"
             change = f"set {where}.conv_kernel to {taps - 1} or {taps + 1}"
             yield Finding(f"{where}.conv_kernel is {taps}", expected, change)
+        if 0 < self.chunk_seconds < 0.02:
+            yield Finding(
+                f"{where}.chunk_seconds is {self.chunk_seconds}",
+                "0.02 or more, because a chunk needs two frames, or 0 for whole recordings",
+                f"set {where}.chunk_seconds to 0.02 or more",
+            )
+        outputs, last = self.output_layers, self.layers - 1
+        if outputs and (sorted(outputs) != list(outputs) or outputs[-1] != last):
+            yield Finding(
+                f"{where}.output_layers is {outputs} with {self.layers} blocks",
+                f"numbers of blocks in rising order, the last of them {last}, because blocks behind it would "
+                "have no effect",
+                f"set {where}.layers to {max(outputs) + 1}, or correct {where}.output_layers",
+            )
 
     def kernel_shapes(self, dtype: str) -> list[Any]:
         """Every rank computes all heads of its own clips."""
         from jaxthd.ops.attention.relative import RelativeShape
 
-        return [RelativeShape(dtype, self.heads, self.dim // self.heads, self.units(self.longest))]
+        longest = self.units(self.longest or _PROBED)
+        return [RelativeShape(dtype, self.heads, self.dim // self.heads, longest)]
 
     def tensors(self) -> Table:
         return encoder_table(self.dim, self.subsampling_channels, self.num_mels // SUBSAMPLING)
@@ -129,13 +175,6 @@ class FastConformer(FrontEnd):
     def keeps_statistics(self, is_trained: Mapping[str, Any]) -> bool:
         """BatchNorms that are frozen normalise by their running statistics, which do not change."""
         return not any(is_trained["blocks"]["conv"]["norm"].values())
-
-
-def _bounds(frames: int, chunk: int) -> list[tuple[int, int]]:
-    """(first frame, the one behind the last) of each encoder chunk. A tail of one frame joins the chunk
-    before."""
-    ends = [*range(chunk, frames - 1, chunk), frames]
-    return list(zip([0, *ends[:-1]], ends, strict=True))
 
 
 register_front_end(FastConformer)

@@ -1,0 +1,250 @@
+"""The LLM in the folders of NeMo's SALM and SALMAutomodel: where its settings lie, how its tensors are named.
+
+SALM has the LLM as transformers does in memory, and its embedding outside of it. SALMAutomodel has NeMo
+Automodel's, whose experts are packed. LoRA is peft's in one, Automodel's own in the other.
+
+Source: NeMo 3.0 (collections/speechlm2: models/salm.py, models/salm_automodel.py, parts/hf_hub.py) and NeMo
+Automodel 0.7 (components/models, components/moe).
+"""
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from itertools import groupby
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from jaxthd.config import LLMConfig
+from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor, matrix, tensors
+from jaxthd.hf.decoder import Decoder
+from jaxthd.hf.fields import Fields, read_fields, required
+from jaxthd.hf.nemotron_h import NEMOTRON_H
+from jaxthd.hf.qwen3 import QWEN3, QWEN3_MOE
+
+DECODERS: tuple[Decoder, ...] = (QWEN3, QWEN3_MOE, NEMOTRON_H)
+"""The LLMs that are read and written."""
+BACKBONE = "llm_backbone"
+"""The folder with the LLM's config.json in a checkpoint's folder, which NeMo reads before all else."""
+SETTINGS = ("llm_config", "text_config")
+"""Fields of config.json that may hold the LLM's settings."""
+
+_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 151936,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope_scaling": None,
+}
+_NEMOTRON_3_NANO: dict[str, Any] = {
+    "model_type": "nemotron_h",
+    "vocab_size": 131072,
+    "hidden_size": 2688,
+    "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    "layer_norm_epsilon": 1e-5,
+    "mamba_num_heads": 64,
+    "mamba_head_dim": 64,
+    "ssm_state_size": 128,
+    "n_groups": 8,
+    "conv_kernel": 4,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "n_routed_experts": 128,
+    "num_experts_per_tok": 6,
+    "moe_intermediate_size": 1856,
+    "moe_shared_expert_intermediate_size": 3712,
+    "routed_scaling_factor": 2.5,
+}
+_DIFFERING = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "rope_theta")
+PUBLISHED: dict[str, dict[str, Any]] = {
+    **{
+        name: _QWEN3 | {"tie_word_embeddings": tied} | dict(zip(_DIFFERING, values, strict=True))
+        for name, tied, values in (
+            ("Qwen/Qwen3-0.6B", True, (1024, 28, 16, 3072, 1e6)),
+            ("Qwen/Qwen3-1.7B", True, (2048, 28, 16, 6144, 1e6)),
+            ("Qwen/Qwen3-4B", True, (2560, 36, 32, 9728, 1e6)),
+            ("Qwen/Qwen3-4B-Instruct-2507", True, (2560, 36, 32, 9728, 5e6)),
+            ("Qwen/Qwen3-8B", False, (4096, 36, 32, 12288, 1e6)),
+            ("Qwen/Qwen3-14B", False, (5120, 40, 40, 17408, 1e6)),
+            ("Qwen/Qwen3-32B", False, (5120, 64, 64, 25600, 1e6)),
+        )
+    },
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16": _NEMOTRON_3_NANO,
+    "nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-Base-BF16": _NEMOTRON_3_NANO,
+}
+"""Names of LLMs, which NeMo looks up on the Hugging Face Hub -> their settings."""
+
+_LAYER = re.compile(r"\.layers\.\d+\.")
+_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
+_OF_AUTOMODEL = (
+    (r"^backbone\.embeddings\.", "model.embed_tokens."),
+    (r"^backbone\.norm_f\.", "model.norm."),
+    (r"^backbone\.", "model."),
+)
+"""Beginnings of transformers' names -> Automodel's."""
+_HELD = re.compile(r"(\.mixer\.)(?=(A_log|D|dt_bias)$)")
+_PACKED = {"rows": ("gate_up_proj", "down_proj"), "columns": ("gate_and_up_projs", "down_projs")}
+
+
+class Naming(NamedTuple):
+    """The names and forms of the LLM's tensors in a folder.
+
+    is_automodel: whether they are SALMAutomodel's. embedding: the embedding's name. holder: what stands
+    before A_log, D and dt_bias of a Mamba2 mixer.
+    experts: how they are stored. "each": by itself; "rows": (expert, gate's outputs and up's, inputs), as in
+    transformers' memory; "columns": (expert, inputs, gate's outputs and up's).
+    """
+
+    is_automodel: bool
+    embedding: str
+    holder: str = ""
+    experts: Literal["each", "rows", "columns"] = "each"
+
+    @classmethod
+    def of_folder(cls, names: Collection[str]) -> "Naming":
+        """The naming of a folder with these tensors."""
+        found = next((x for x in _EMBEDDINGS if x in names), _EMBEDDINGS[0])
+        experts: Literal["each", "rows", "columns"] = "each"
+        for form in ("rows", "columns"):
+            if any(f".experts.{_PACKED[form][0]}" in name for name in names):
+                experts = form
+        holder = "_fp32_params." if any("._fp32_params." in name for name in names) else ""
+        return cls(found != _EMBEDDINGS[0], found, holder, experts)
+
+    @classmethod
+    def of_model(cls, decoder: Decoder, llm: LLMConfig) -> "Naming":
+        """The naming in which a new folder is written: SALMAutomodel's for what SALM does not take."""
+        if decoder is NEMOTRON_H:
+            return cls(True, _EMBEDDINGS[1], "_fp32_params.", "columns")
+        return cls(False, _EMBEDDINGS[0], experts="rows" if "E" in llm.letters else "each")
+
+
+_EMBEDDINGS = ("embed_tokens.weight", "llm.model.embed_tokens.weight", "llm.lm_head.weight")
+"""SALM's name of the embedding; SALMAutomodel's; and its where the head is tied, which alone is stored."""
+
+
+def llm_settings(fields: Fields, folder: Path) -> Fields:
+    """The LLM's config.json: in BACKBONE, in one of SETTINGS, in the folder that pretrained_llm names, or of
+    the published LLM of that name.
+
+    Raises UserError where it is in none of them.
+    """
+    if (folder / BACKBONE / "config.json").is_file():
+        return read_fields(folder / BACKBONE)
+    for name in SETTINGS:
+        if fields.get(name):
+            settings: Fields = fields[name]
+            return settings
+    named = str(required(fields, "pretrained_llm"))
+    for path in named_folders(named, folder):
+        if (path / "config.json").is_file():
+            return read_fields(path)
+    if named in PUBLISHED:
+        return PUBLISHED[named]
+    raise UserError(
+        f"{folder / 'config.json'} has pretrained_llm {named!r}, where there is no config.json; expected a "
+        f"folder with one, or one of {', '.join(PUBLISHED)}: put the LLM's config.json into "
+        f"{folder / BACKBONE}"
+    )
+
+
+def named_folders(named: str, folder: Path) -> tuple[Path, ...]:
+    """The folders that a path in the config.json of `folder` may mean."""
+    return (Path(named).expanduser(), folder / named) if named else ()
+
+
+def decoder_of(settings: Fields) -> Decoder:
+    """The family of an LLM's config.json. Raises UserError for one that is not read here."""
+    kinds = {settings.get("model_type"), *(settings.get("architectures") or ())}
+    for decoder in DECODERS:
+        if kinds & {*decoder.model_types, decoder.title}:
+            return decoder
+    raise UserError(
+        f"the LLM's config.json has model_type {settings.get('model_type')!r}; expected one of "
+        f"{', '.join(x for decoder in DECODERS for x in decoder.model_types)} in NeMo's folders: choose "
+        "another checkpoint"
+    )
+
+
+def decoder_for(llm: LLMConfig) -> Decoder:
+    """The family that holds this LLM. Raises the last one's UserError where none does."""
+    for decoder in DECODERS[:-1]:
+        try:
+            decoder.write(llm)
+        except UserError:
+            continue
+        return decoder
+    DECODERS[-1].write(llm)
+    return DECODERS[-1]
+
+
+def llm_tensors(
+    llm: LLMConfig, settings: Fields, shapes: Mapping[str, Shape], naming: Naming, *, with_lora: bool
+) -> Iterator[Tensor]:
+    """The LLM's tensors by NeMo's names. settings: its config.json. with_lora: whether its low-rank matrices
+    are there too."""
+    found = decoder_of(settings).tensors(llm, settings, shapes)
+    embedding = next(found)  # the first is the embedding
+    yield embedding._replace(name=naming.embedding)
+    theirs = "llm.base_model.model." if with_lora and not naming.is_automodel else "llm."
+    for tensor in _packed(found, naming):
+        name = tensor.name
+        if naming.is_automodel:
+            for pattern, new in _OF_AUTOMODEL:
+                name = re.sub(pattern, new, name)
+            name = _HELD.sub(rf"\1{naming.holder}", name)
+        tensor = tensor._replace(name=name)
+        yield from _with_lora(tensor, shapes, theirs, naming) if with_lora else [_below(theirs, tensor)]
+
+
+def _below(theirs: str, tensor: Tensor) -> Tensor:
+    return tensor._replace(name=theirs + tensor.name)
+
+
+def _with_lora(tensor: Tensor, shapes: Mapping[str, Shape], theirs: str, naming: Naming) -> Iterator[Tensor]:
+    """The tensor with the low-rank matrices of its projection, if it has any."""
+    module, name = tensor.slices[0].name.removesuffix(".w"), tensor.name.removesuffix(".weight")
+    if f"{module}.lora.a" not in shapes or len(tensor.slices) > 1:
+        yield _below(theirs, tensor)
+        return
+    adapter = "" if naming.is_automodel else ".default"
+    low_rank = {
+        f"{name}.lora_A{adapter}.weight": matrix("a"),
+        f"{name}.lora_B{adapter}.weight": matrix("b"),
+    }
+    yield from tensors(low_rank, shapes, theirs, f"{module}.lora.", tensor.slices[0].at)
+    yield tensor._replace(name=f"{theirs}{name}{'' if naming.is_automodel else '.base_layer'}.weight")
+
+
+def _packed(found: Iterable[Tensor], naming: Naming) -> Iterator[Tensor]:
+    """The tensors with the experts of each layer in the form of `naming`."""
+    for layer, group in groupby(found, lambda tensor: (m := _EXPERT.match(tensor.name)) and m[1]):
+        if layer is None or naming.experts == "each":
+            yield from group
+            continue
+        parts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
+        for tensor in group:
+            match = _EXPERT.match(tensor.name)
+            assert match is not None
+            parts[match[3]].append(tensor)
+        inward, down = _PACKED[naming.experts]
+        whole = {part: _whole(of_part, naming) for part, of_part in parts.items() if of_part}
+        yield _joined(f"{layer}.{inward}", [x for part, x in whole.items() if part != "down"], naming)
+        yield _joined(f"{layer}.{down}", [whole["down"]], naming)
+
+
+def _whole(experts: list[Tensor], naming: Naming) -> ArraySlice:
+    """A matrix of all experts of a layer as one slice of our array."""
+    (first,) = experts[0].slices
+    shape = (len(experts), *first.shape)
+    order = (0, 2, 1) if naming.experts == "rows" else (0, 1, 2)
+    return ArraySlice(first.name, first.at[:-1], shape, tuple(shape[i] for i in order), order)
+
+
+def _joined(name: str, parts: list[ArraySlice], naming: Naming) -> Tensor:
+    """A tensor of slices whose rows, or columns, follow each other in each expert."""
+    experts, rows, columns = parts[0].view
+    if naming.experts == "rows":
+        return Tensor(name, (experts, rows * len(parts), columns), tuple(parts), groups=experts)
+    return Tensor(name, (experts, rows, columns * len(parts)), tuple(parts), groups=experts * rows)

@@ -1,0 +1,1 @@
+"""FastConformer, and a Q-Former that makes a chunk's audio tokens (Li et al., BLIP-2, 2023)."""
