@@ -10,7 +10,8 @@ import pytest
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.config.front_end import FrontEnd
-from jaxthd.models.front_ends import FastConformer, QFormer, Stacked
+from jaxthd.models.front_ends import FastConformer, QFormer, Stacked, Transcribe
+from jaxthd.models.front_ends.transcribe.settings import Diarizer, SpeakerCache
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document, audio_pieces
@@ -55,9 +56,30 @@ FRONT_ENDS: dict[str, FrontEnd] = {
         head_dim=8,
         ffn_dim=24,
         chunk_outputs=6,
-        context_outputs=2,
+        context_outputs=(2, 1),
     ),
     "carried": Carried(),
+    "transcribe": Transcribe(
+        mel_bands=8,
+        stack=4,
+        layers=1,
+        dim=16,
+        heads=2,
+        head_dim=8,
+        ffn_dim=24,
+        chunk_outputs=6,
+        context_outputs=(2, 1),
+        diarizer=Diarizer(
+            layers=1,
+            dim=12,
+            heads=2,
+            head_dim=6,
+            ffn_dim=8,
+            head_inner=6,
+            speakers=3,
+            cache=SpeakerCache(queue=3, moved=4, size=9),
+        ),
+    ),
 }
 STORED = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
 ADAPT = {name: STORED if isinstance(x, FastConformer) else AdaptConfig() for name, x in FRONT_ENDS.items()}

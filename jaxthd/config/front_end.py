@@ -43,6 +43,15 @@ class Piece(NamedTuple):
     padding: int = 0
 
 
+class SpeakerSegment(NamedTuple):
+    """A part of a recording in which somebody speaks. start, end: seconds from the recording's beginning.
+    speaker: a name."""
+
+    start: float
+    end: float
+    speaker: str
+
+
 def units_taken(frames: int, outputs: int, unit: tuple[int, int]) -> int:
     """Whole units of the audio arrays with so many frames and outputs. unit: (frames, outputs) of one."""
     return max(-(-frames // unit[0]), -(-outputs // unit[1]))
@@ -59,6 +68,8 @@ class FrontEnd:
         all audio.
     adds: whether its vectors are added to the embeddings of the tokens at the audio slots, or replace them.
     reads_recordings: whether its module is told the recordings of the outputs.
+    is_wide: whether its module is given features and weights in float32 where compute.dtype is narrower, and
+        products of float32 numbers, the adapter's too, are not rounded to fewer bits.
     frame_samples: samples from one frame to the next.
     module: the module's class as "package.file:Class", where `build` is not given. It is imported when it is
         built, since settings are imported without jax.
@@ -71,6 +82,7 @@ class FrontEnd:
     divisible: ClassVar[Literal["frames", "pieces", "recordings"]] = "pieces"
     adds: ClassVar[bool] = False
     reads_recordings: ClassVar[bool] = False
+    is_wide: ClassVar[bool] = False
     frame_samples: ClassVar[int] = 160
     module: ClassVar[str] = ""
     longest_setting: ClassVar[str] = ""
@@ -89,11 +101,6 @@ class FrontEnd:
         """The number of a frame's first numbers that are bands of a spectrum, 0 on average, which
         data.spec_augment masks."""
         return 0
-
-    @property
-    def float32(self) -> bool:
-        """Whether its module and the adapter compute in float32 where compute.dtype is narrower."""
-        return False
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -130,6 +137,15 @@ class FrontEnd:
         recording that is too short.
         """
         raise NotImplementedError
+
+    def with_speakers(
+        self, runs: list[Float32[np.ndarray, "F W"]], segments: Sequence[SpeakerSegment]
+    ) -> list[Float32[np.ndarray, "F W"]]:
+        """The features of a recording of which the data says who speaks when: here they stay as they are.
+
+        Raises ValueError for segments that the front end cannot hold.
+        """
+        return runs
 
     @property
     def features_identity(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from jaxtyping import Shaped
 
+from jaxthd.config.front_end import SpeakerSegment
 from jaxthd.errors import UserError
 
 Role = Literal["system", "user", "assistant"]
@@ -53,7 +54,7 @@ class Clip:
     path: absolute; relative to the working directory if the data set's path is relative.
     offset: seconds into the recording. duration: seconds from there; None: to its end.
     member: where the recording lies in the file, if that is a tar file or a table. channels: those used;
-        None: all.
+        None: all. speakers: who speaks when in the clip; None: the data does not say.
     """
 
     path: Path
@@ -61,6 +62,7 @@ class Clip:
     duration: float | None = None
     member: Member | Cell | None = None
     channels: Channels | None = None
+    speakers: tuple[SpeakerSegment, ...] | None = None
 
 
 @dataclass(frozen=True, eq=False)

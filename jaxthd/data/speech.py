@@ -3,13 +3,13 @@
 Worker processes import it, so it imports neither jax nor grain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
 
 from jaxthd.config import Config, FilterConfig
-from jaxthd.config.front_end import SAMPLE_RATE
+from jaxthd.config.front_end import SAMPLE_RATE, SpeakerSegment
 from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import TooLongError, from_samples, load_audio
 from jaxthd.data.audio.spec_augment import spec_augment
@@ -73,13 +73,15 @@ class SpeechDocuments:
             tokens, supervised, answers = self._written(example)
             dither_rng = document_rng(self._seed, epoch, example.key) if self._train else None
             clips = []
-            for number, samples in enumerate(self._samples(example)):
+            for number, (clip, samples) in enumerate(zip(example.clips, self._samples(example), strict=True)):
+                heard = samples
                 if self._augmentation:
                     key = augmented_key(example.key, number)
                     augmented = self._augmentation
-                    samples = augmented(samples, self._seed, epoch, key, changes_speed=changes_speed)
+                    heard = augmented(samples, self._seed, epoch, key, changes_speed=changes_speed)
                 masks_rng = document_rng(self._seed, epoch, f"{example.key}/spec_augment/{number}")
-                clips.append(self._pieces(samples, dither_rng, masks_rng if self._train else None))
+                segments = _segments(clip, len(heard) / len(samples))
+                clips.append(self._pieces(heard, segments, dither_rng, masks_rng if self._train else None))
         except ValueError as error:
             return Skipped(example.key, str(error))
         document = Document.splice(example.key, tokens, supervised, clips, self._audio_id)
@@ -114,7 +116,8 @@ class SpeechDocuments:
         Nothing is dithered, masked or supervised. Raises ValueError for an example that cannot be used.
         """
         tokens = self._template.prompt(example.turns)
-        clips = [self._pieces(samples, None, None) for samples in self._samples(example)]
+        recordings = zip(example.clips, self._samples(example), strict=True)
+        clips = [self._pieces(samples, _segments(clip), None, None) for clip, samples in recordings]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
 
     def prompts_by_length(self, example: Example) -> Callable[[int], Document]:
@@ -160,12 +163,26 @@ class SpeechDocuments:
         )
 
     def _pieces(
-        self, samples: np.ndarray, dither: np.random.Generator | None, masks: np.random.Generator | None
+        self,
+        samples: np.ndarray,
+        segments: Sequence[SpeakerSegment] | None,
+        dither: np.random.Generator | None,
+        masks: np.random.Generator | None,
     ) -> list[AudioPiece]:
-        """The recording's pieces. dither, masks: draw noise, and masks on the features; None: none."""
+        """The recording's pieces. segments: who speaks when; None: that is not known. dither, masks: draw
+        noise, and masks on the features; None: none."""
         front_end = self._encoder
         assert front_end is not None
         runs = front_end.features(samples, dither)
         if masks is not None and (self._spec_augment.freq[0] or self._spec_augment.time[0]):
             runs = spec_augment(runs, self._spec_augment, masks, front_end.bands)
+        if segments is not None:
+            runs = front_end.with_speakers(runs, segments)
         return audio_pieces(front_end.pieces(len(samples)), runs)
+
+
+def _segments(clip: Clip | Samples, stretched: float = 1.0) -> tuple[SpeakerSegment, ...] | None:
+    """Who speaks when in a clip whose length has become so many times its own; None: that is not known."""
+    if isinstance(clip, Samples) or clip.speakers is None:
+        return None
+    return tuple(SpeakerSegment(x.start * stretched, x.end * stretched, x.speaker) for x in clip.speakers)

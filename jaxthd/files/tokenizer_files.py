@@ -25,6 +25,8 @@ BESIDE = (
     "NOTICE*",
 )
 """Files of a published checkpoint that are handed on beside its weights."""
+ALIGNMENT = "alignment_tokenizer"
+"""The folder beside them with the tokenizer of a head for word times; it goes along."""
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
@@ -42,6 +44,8 @@ def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
         is_wanted = file.is_file() and any(fnmatch(file.name, pattern) for pattern in patterns)
         if is_wanted and not (folder / file.name).exists():
             shutil.copyfile(file, folder / file.name)
+    if (source / ALIGNMENT).is_dir() and not (folder / ALIGNMENT).exists():
+        shutil.copytree(source / ALIGNMENT, folder / ALIGNMENT)
 
 
 def tokenizer_digest(tokenizer: str | Path) -> str:

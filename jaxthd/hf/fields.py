@@ -84,6 +84,25 @@ _CONNECTOR: dict[str, Any] = {
     "encoder_config": _each(_SIZE, "d_model encoder_attention_heads"),
     "llm_config": {"hidden_size": _SIZE},
 }
+_BLOCKS: dict[str, Any] = {
+    **_each(_SIZE, "hidden_size intermediate_size num_hidden_layers num_attention_heads num_mel_bins"),
+    **_each(_COUNT, "num_key_value_heads head_dim vocab_size blank_token_id"),
+    **_each(_SIZE, "subsampling_factor upsampling_factor"),
+    **_each(_NUMBER, "residual_scale"),
+    "rope_parameters": _ROPE,
+}
+_DIARIZATION: dict[str, Any] = {
+    "audio_config": _BLOCKS,
+    "head_config": _each(_SIZE, "hidden_size num_speakers audio_hidden_size subsampling_factor"),
+    "streaming_config": {
+        **_each(_SIZE, "speaker_cache_length num_speakers subsampling_factor"),
+        "speaker_cache_silence_frames_per_speaker": _COUNT,
+        **_each(_NUMBER, "prediction_score_threshold latest_frames_score_boost strong_boost_rate"),
+        **_each(_NUMBER, "weak_boost_rate min_positive_scores_rate"),
+    },
+    **_each(_SIZE, "chunk_length fifo_length speaker_cache_update_period"),
+    **_each(_COUNT, "chunk_left_context chunk_right_context"),
+}
 _PART: dict[str, Any] = {
     **_each(_SIZE, "hidden_size num_hidden_layers num_attention_heads"),
     **_each(_COUNT, "vocab_size num_key_value_heads head_dim intermediate_size max_position_embeddings"),
@@ -110,7 +129,14 @@ _PART: dict[str, Any] = {
 }
 FIELDS: dict[str, Any] = {
     **_PART,
-    **dict.fromkeys(("text_config", "llm_config", "audio_config", "sound_config", "encoder_config"), _PART),
+    **dict.fromkeys(("text_config", "llm_config", "sound_config", "encoder_config"), _PART),
+    "audio_config": {
+        **_PART,
+        "asr_config": _BLOCKS,
+        "diarization_config": _DIARIZATION,
+        "speaker_activity_threshold": _NUMBER,
+    },
+    "word_timestamp_config": _BLOCKS,
     **_NEMO,
     "perception": {**_NEMO, "modality_adapter": _CONNECTOR},
     "encoder_chunk_size_seconds": _NUMBER,

@@ -14,6 +14,7 @@ from jaxthd.hf import (
     qwen3,
     qwen3_next,
     salm,
+    transcribe,
 )
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
 
@@ -26,6 +27,7 @@ FAMILIES: tuple[Family, ...] = (
     parakeet.FAMILY,
     nemotron_omni.FAMILY,
     salm.FAMILY,
+    transcribe.FAMILY,
     adapter.FAMILY,
 )
 

@@ -59,9 +59,15 @@ def names_of(model: nnx.Module, path: Path) -> list[str]:
 
 def projections(model: nnx.Module) -> dict[str, Linear]:
     """The projections that LoRA can adapt, by name."""
-    others = set(no_projections(model))
+    others, fixed = set(no_projections(model)), without_gradient(model)
     found = {dotted(path): module for path, module in nnx.iter_modules(model) if isinstance(module, Linear)}
-    return {name: found[name] for name in sorted(set(found) - others)}
+    return {name: found[name] for name in sorted(set(found) - others) if not name.startswith(fixed)}
+
+
+def without_gradient(model: nnx.Module) -> tuple[str, ...]:
+    """The beginnings of the names of parameters that no gradient reaches (`without_gradient` of a front
+    end's module): they do not train, whatever the settings say."""
+    return tuple(f"{name}." for name in _named(model, "without_gradient"))
 
 
 def no_projections(model: nnx.Module) -> list[str]:
@@ -142,8 +148,11 @@ def use_fp8(model: nnx.Module, patterns: Sequence[str]) -> None:
 
 def trained(model: nnx.Module, adapt: AdaptConfig) -> Tree:
     """A bool for every parameter, in the place of its array: whether it trains."""
-    frozen = freezing(model, adapt)
-    return nnx.traversals.unflatten_mapping({x: dotted(x) not in frozen for x in _parameter_paths(model)})
+    frozen, fixed = freezing(model, adapt), without_gradient(model)
+    paths = {path: dotted(path) for path in _parameter_paths(model)}
+    return nnx.traversals.unflatten_mapping(
+        {path: name not in frozen and not name.startswith(fixed) for path, name in paths.items()}
+    )
 
 
 class Frozen(NamedTuple):

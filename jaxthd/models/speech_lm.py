@@ -129,7 +129,7 @@ class SpeechLM(nnx.Module):
         everyone = decoder.with_fsdp(tuple(dict.fromkeys((*decoder_fsdp, PIPELINE))))
         self.mtp = MultiTokenPrediction(config.llm, everyone, compute) if config.llm.mtp_modules else None
         self.config, self.compute = config, compute
-        self.encoder_is_float32 = config.encoder is not None and config.encoder.float32
+        self.is_wide = config.encoder is not None and config.encoder.is_wide
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
         ranks = ranks_of(init.mesh, (PIPELINE, TENSOR))
         if config.llm.vocab_size % ranks:
@@ -379,14 +379,13 @@ class SpeechLM(nnx.Module):
         chunks: Segments = make_segments(
             batch.piece_ids, batch.piece_positions, block=self.compute.blocks.attention, axis=None
         )
-        recordings, dtype, is_wide = None, self.compute.dtype, self.encoder_is_float32
+        recordings, dtype = None, self.compute.dtype
+        wide = jnp.promote_types(jnp.float32, dtype) if self.is_wide else dtype
         if batch.recording_ids is not None and batch.recording_positions is not None:
             recordings = Recordings(batch.recording_ids, batch.recording_positions)
-        with jax.default_matmul_precision("highest") if is_wide else nullcontext():
+        with jax.default_matmul_precision("highest") if self.is_wide else nullcontext():
             y_ED, buffers = self.encoder(
-                batch.features.reshape(rows * frames, width).astype(
-                    jnp.promote_types(jnp.float32, dtype) if is_wide else dtype
-                ),
+                batch.features.reshape(rows * frames, width).astype(wide),
                 batch.frame_mask.reshape(-1),
                 chunks,
                 recordings=recordings,

@@ -290,6 +290,21 @@ def gathered_state(state: Any, dtype: Any = None) -> Any:
     return jax.tree.map(lambda v: v.replace(gathered(v, dtype)), state, is_leaf=_is_variable)
 
 
+def gathered_module(module: M, dtype: Any = None) -> M:
+    """The module with all its variables gathered, for code that runs on some ranks alone: nothing in it is
+    gathered again. dtype: as `gathered` takes it."""
+    graph, state = nnx.split(module)
+
+    def whole(variable: nnx.Variable) -> nnx.Variable:
+        """The variable, gathered, as one that is not sharded."""
+        found = variable.replace(gathered(variable, dtype))
+        found.set_metadata(fsdp=(-1, ()))
+        return found
+
+    merged: M = nnx.merge(graph, jax.tree.map(whole, state, is_leaf=_is_variable))
+    return merged
+
+
 def _is_variable(x: Any) -> bool:
     return isinstance(x, nnx.Variable)
 

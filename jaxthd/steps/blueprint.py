@@ -81,10 +81,10 @@ class Blueprint:
     def used_dtypes(self) -> Tree:
         """For every parameter the dtype in which the model uses it: the compute dtype for weight matrices,
         the parameter's own for all others (norms, biases, Mamba2's numbers for each head) and for routers.
-        DoRA's magnitudes are relative to matrices in their own dtype. A front end may be float32.
+        DoRA's magnitudes are relative to matrices in their own dtype. A front end may be wider.
         """
         encoder = self.config.model.encoder
-        wide = ("encoder", "adapter") if encoder is not None and encoder.float32 else ()
+        wide = ("encoder", "adapter") if encoder is not None and encoder.is_wide else ()
         params, dtype = nnx.state(self.model, nnx.Param), jnp.dtype(self.config.compute.dtype)
 
         def used(path: tuple[Any, ...], is_matrix: bool, x: Any) -> Any:

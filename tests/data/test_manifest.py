@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from jaxthd.config import DataConfig
+from jaxthd.config.front_end import SpeakerSegment
 from jaxthd.data.example import Clip, Example, Turn
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
@@ -53,6 +54,44 @@ def test_an_utterance_is_a_prompt_with_its_recording_and_a_transcript(tmp_path):
         tmp_path, {"audio_filepath": "a.wav", "text": "b"}, prompt="Hear <a>!", placeholder="<a>"
     )
     assert asked == ("user", ["Hear ", CLIP, "!"])
+
+
+@pytest.mark.parametrize("form", ["path", "list", "message"])
+def test_who_speaks_when_stands_beside_a_recordings_path(tmp_path, form):
+    segments = [{"speaker": "b", "start": 0.5, "end": 2}, {"speaker": 1, "start": 0, "end": 0.75}]
+    named = {"speaker_segments": segments}
+    line = {
+        "path": GOOD | named,
+        "list": {"audio": ["a.wav"], "text": "one"} | named,
+        "message": {
+            "conversations": [
+                {"from": "User", "value": "a.wav", "type": "audio"} | named,
+                {"from": "User", "value": "Who?", "type": "text"},
+                ANSWER,
+            ]
+        },
+    }[form]
+    example = read_one(tmp_path, line)
+    (clip,) = example.clips
+    assert isinstance(clip, Clip)
+    assert clip.speakers == (SpeakerSegment(0.5, 2.0, "b"), SpeakerSegment(0.0, 0.75, "1"))
+    assert not example.fields
+    (silent,) = read_one(tmp_path, GOOD | {"speaker_segments": []}).clips
+    (unsaid,) = read_one(tmp_path, GOOD | {"speaker_segments": None}).clips
+    assert isinstance(silent, Clip)
+    assert isinstance(unsaid, Clip)
+    assert (silent.speakers, unsaid.speakers) == ((), None)
+
+
+@pytest.mark.parametrize(
+    "segments",
+    [{}, "a", [1], [{"speaker": "a"}], [{"speaker": "a", "start": 2, "end": 2}]]
+    + [[{"speaker": x, "start": 0, "end": 1}] for x in (None, True, 0.5)],
+)
+def test_segments_of_another_form_are_skipped_with_the_reason(tmp_path, segments):
+    examples, skipped = read_manifest(write(tmp_path, GOOD, GOOD | {"speaker_segments": segments}))
+    assert len(examples) == len(skipped) == 1
+    assert "speaker_segments" in skipped[0].reason
 
 
 def test_a_prompt_without_a_placeholder_leaves_the_recording_out(tmp_path):

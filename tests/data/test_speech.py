@@ -10,11 +10,21 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.config import Config, DataConfig, EncoderConfig, ModelConfig, SpecAugmentConfig
+from jaxthd.config import (
+    AugmentConfig,
+    Config,
+    DataConfig,
+    EncoderConfig,
+    ModelConfig,
+    SpecAugmentConfig,
+)
+from jaxthd.config.front_end import SpeakerSegment
+from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
+from jaxthd.models.front_ends import Transcribe
 from jaxthd.packing.document import Document
 
 CONFIG = Config(model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)))
@@ -54,6 +64,31 @@ def test_a_document_is_prompt_audio_and_supervised_transcript(clips: tuple[Clip,
     assert text == [TOKENIZER.bos_id, *TOKENIZER.encode("hear : "), *answer]
     assert made.tokens[made.supervised].tolist() == answer
     assert made.is_audio[1 + len("hear ")], "the recording goes where the prompt says"
+
+
+def test_speakers_of_the_data_reach_the_front_end_at_the_speed_of_the_recording(clips: tuple[Clip, Clip]):
+    """Numbered as they are heard first; an output of 8 frames has who speaks in more than half of them."""
+    segments = (
+        SpeakerSegment(1.6, 9.0, "early"),
+        SpeakerSegment(0.0, 1.0, "b"),
+        SpeakerSegment(0.8, 1.65, "c"),
+    )
+    clip = replace(clips[0], speakers=segments)
+    config = replace(CONFIG, model=ModelConfig(encoder=Transcribe(mel_bands=16)))
+    bits = features(document(config, utterance(clip)))[::8, -1]
+    assert bits.tolist() == [(n < 12) + 2 * (10 <= n < 21) + 4 * (n >= 20) for n in range(32)]
+    assert (features(document(config, utterance(clips[0])))[:, -1] == -1).all(), "the data does not say"
+    fast = replace(config, data=DataConfig(augment=AugmentConfig(speed=(2.0,))))
+    made = SpeechDocuments(fast, TOKENIZER, train=True, augmentation=Augmentation(fast.data.augment))(
+        utterance(clip)
+    )
+    assert isinstance(made, Document)
+    bits = features(made)[::8, -1]
+    assert bits.tolist() == [(n < 6) + 2 * (5 <= n < 10) + 4 * (n >= 10) for n in range(16)]
+    crowd = tuple(SpeakerSegment(n, n + 1, f"{n}") for n in range(9))
+    made = SpeechDocuments(config, TOKENIZER, train=False)(utterance(replace(clip, speakers=crowd)))
+    assert isinstance(made, Skipped)
+    assert "9 speakers are named; expected at most 8" in made.reason
 
 
 def test_a_conversation_holds_its_recordings_in_order_and_supervises_every_answer(clips: tuple[Clip, Clip]):

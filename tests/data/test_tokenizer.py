@@ -117,6 +117,17 @@ def test_a_placeholder_needs_a_row_of_the_embedding_only_where_it_is_looked_up(t
     assert needed_vocabulary(replace(config, data=DataConfig(tokenizer=str(inside)))) == 256 + 1 + 3
 
 
+def test_tags_of_speakers_are_text_though_they_are_special_tokens(tmp_path):
+    tokenizer = FileTokenizer(write(tmp_path / "t.json", "<s>", "</s>", "<spk:0>", "<SPK:12>", "<ev:laugh>"))
+    text = "<spk:0>hi <ev:laugh><SPK:12>no"
+    ids = tokenizer.encode(text)
+    assert len(ids) == len("hi no") + 3
+    assert tokenizer.decode([*ids, tokenizer.eos_id]) == text
+    assert not any(map(tokenizer.is_special, ids))
+    with pytest.raises(ValueError, match="holds the special token </s>"):
+        tokenizer.encode("<spk:0></s>")
+
+
 def test_no_special_token_of_the_file_is_made_of_text_but_of_marks(tmp_path):
     tokenizer = FileTokenizer(write(tmp_path / "t.json", "<s>", "</s>", "<unk>", "<|im_start|>"))
     with pytest.raises(ValueError, match=r"holds the special token <\|im_start\|>; remove it"):

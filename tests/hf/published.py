@@ -124,13 +124,16 @@ class Published(NamedTuple):
         ]
         return arranged([t for t in tensors if t.slices], theirs, shapes)
 
-    def run(self, numbers: Sequence[int]) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
-        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names)."""
-        documents = [self.document(n) for n in numbers]
+    def run(
+        self, numbers: Sequence[int], capacity: int = CAPACITY, audio_capacity: int = AUDIO, **how: Any
+    ) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
+        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names). how: of
+        `document`."""
+        documents = [self.document(n, **how) for n in numbers]
         batch, _ = pack_row(
             documents,
-            capacity=CAPACITY,
-            audio_capacity=AUDIO if any(d.pieces for d in documents) else 0,
+            capacity=capacity,
+            audio_capacity=audio_capacity if any(d.pieces for d in documents) else 0,
             front_end=self.config.model.audio_encoder,
             max_documents=8,
             order_seed=None,

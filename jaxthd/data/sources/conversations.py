@@ -16,6 +16,7 @@ from jaxthd.data.sources.lines import Entry, json_list, json_object, string
 from jaxthd.data.sources.recordings import (
     FIELD_OF_PATH,
     LISTS,
+    RANGE,
     Locate,
     clip_of,
     listed_recordings,
@@ -60,12 +61,10 @@ ROLES: dict[str, Role] = {
 }
 _TEXTS, _AUDIO = ("text", "input_text", "output_text"), ("audio", "audio_url", "input_audio")
 """Types of a message's parts."""
-_PLAIN = frozenset({"role", "content", "from", "value", "type", "offset", "duration"})
+_PLAIN = frozenset({"role", "content", "from", "value", "type", *RANGE})
 """Fields of a message that name no recording of its own."""
 _TEXT = frozenset({"type", "text"})
-_OF_MESSAGES = frozenset(
-    {"role", "content", "from", "value", "type", "offset", "duration", "audio_filepath", *LISTS}
-)
+_OF_MESSAGES = frozenset({"role", "content", "from", "value", "type", *RANGE, "audio_filepath", *LISTS})
 
 
 def conversation_turns(
@@ -220,7 +219,7 @@ def _nemo_contents(message: dict[str, Any]) -> list[dict[str, Any]]:
     value = string(message, "value")
     if message.get("type", "text") != "audio":
         return [{"type": message.get("type", "text"), "text": value}]
-    timed: dict[str, Any] = {name: message[name] for name in ("offset", "duration") if name in message}
+    timed: dict[str, Any] = {name: message[name] for name in RANGE if name in message}
     return [{"type": "audio", "path": value, **timed}]
 
 

@@ -76,7 +76,8 @@ def all_files(text: str, setting: str) -> list[Path]:
 
 READ = frozenset(
     "audio_filepath text offset duration channels lang id shard_id audio audios sound sounds conversations "  # noqa: SIM905
-    "messages context prompt system_prompt chosen rejected completion label".split()
+    "messages context prompt system_prompt chosen rejected completion label "
+    "speaker_segments".split()
 )
 """Fields of lines that become turns and recordings, or that say where these lie. Examples keep the others."""
 

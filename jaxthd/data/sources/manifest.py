@@ -15,6 +15,8 @@ One recording beside them, which begins the user's first turn if there is no pla
 Chat messages, as OpenAI and Hugging Face write them; content may be a string, with or without placeholders:
     {"messages": [{"role": "user", "content": [{"type": "audio", "path": "a.wav"},
         {"type": "text", "text": "What is said?"}]}, {"role": "assistant", "content": "One two."}]}
+Who speaks when in a recording, beside its path, for models that take it (speaker_segments: a list of
+{"speaker": "a", "start": 0.5, "end": 2.0}, in seconds from where the recording's range begins).
 Answers to a prompt, and which of them are preferred: preferences.py. The prompt is one of the above without
 its last answer, or the field prompt: a user's text, or messages.
 A prompt alone, for answers that are drawn to it: the same without the answers.
@@ -44,6 +46,7 @@ from jaxthd.data.sources.lines import (
 from jaxthd.data.sources.preferences import OF_PREFERENCES, PAIR, alternatives_of, history_of, is_preference
 from jaxthd.data.sources.recordings import (
     LISTS,
+    RANGE,
     Locate,
     clip_of,
     in_folder,
@@ -175,7 +178,7 @@ def _recording(entry: dict[str, Any], locate: Locate) -> Clip:
     if entry.get("audio_filepath") or not (name := _list_of(entry)):
         return clip_of(entry, "audio_filepath", locate)
     item = entry[name][0] if isinstance(entry[name], list) and len(entry[name]) == 1 else entry[name]
-    timed = {n: entry[n] for n in ("offset", "duration") if n in entry}
+    timed = {n: entry[n] for n in RANGE if n in entry}
     clip = None
     if isinstance(item, str | dict):
         clip = recording_of(timed | ({"path": item} if isinstance(item, str) else item), locate)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import unquote
 
+from jaxthd.config.front_end import SpeakerSegment
 from jaxthd.data.example import Clip
 from jaxthd.data.sources.lines import json_object, seconds, string
 
@@ -200,7 +201,12 @@ Locate = Callable[[str], Clip]
 """(name) -> where the recording lies. Raises ValueError with the reason if there is no such recording."""
 LONGEST_PATH = 4096
 """Bytes of a path, as Linux bounds them."""
-_OF_RECORDINGS = frozenset({"type", "offset", "duration", "text", "role", "content", *FIELD_OF_PATH})
+SEGMENTS = "speaker_segments"
+"""The field that says who speaks when: a list of {"speaker": "a", "start": 0.5, "end": 2.0}, in seconds from
+where the recording, or its range, begins."""
+RANGE = ("offset", "duration", SEGMENTS)
+"""Fields that say something of a recording beside its path."""
+_OF_RECORDINGS = frozenset({"type", *RANGE, "text", "role", "content", *FIELD_OF_PATH})
 """Fields of an object that say which recording it is."""
 
 
@@ -246,7 +252,27 @@ def clip_of(entry: dict[str, Any], name: str, locate: Locate) -> Clip:
     duration = seconds(entry, "duration")
     if duration == 0:
         raise ValueError("duration is 0; expected more than 0 seconds, or no duration to read the whole file")
-    return replace(locate(path), offset=seconds(entry, "offset") or 0.0, duration=duration)
+    segments = speaker_segments(entry) if entry.get(SEGMENTS) is not None else None
+    offset = seconds(entry, "offset") or 0.0
+    return replace(locate(path), offset=offset, duration=duration, speakers=segments)
+
+
+def speaker_segments(entry: dict[str, Any]) -> tuple[SpeakerSegment, ...]:
+    """Returns who speaks when in an entry's recording. Raises ValueError."""
+    if not isinstance(entry[SEGMENTS], list):
+        raise ValueError(f"{SEGMENTS} is {reprlib.repr(entry[SEGMENTS])}; expected a list, empty for silence")
+    found = []
+    for each in entry[SEGMENTS]:
+        segment = json_object(each, f"an entry of {SEGMENTS}")
+        start, end, speaker = seconds(segment, "start"), seconds(segment, "end"), segment.get("speaker")
+        is_named = isinstance(speaker, str | int) and not isinstance(speaker, bool)
+        if start is None or end is None or end <= start or not is_named:
+            raise ValueError(
+                f"an entry of {SEGMENTS} is {reprlib.repr(segment)}; expected a speaker, a name or a number, "
+                "start, and a larger end, in seconds"
+            )
+        found.append(SpeakerSegment(start, end, str(speaker)))
+    return tuple(found)
 
 
 def path_of(value: Any) -> str | None:
@@ -267,7 +293,7 @@ def recording_of(entry: dict[str, Any], locate: Locate) -> Clip | None:
     if name is None:
         return _unnamed(entry, locate)
     if isinstance(entry[name], dict):
-        timed = {n: entry[n] for n in ("offset", "duration") if entry.get(n) is not None}
+        timed = {n: entry[n] for n in RANGE if entry.get(n) is not None}
         inner = recording_of(timed | entry[name], locate)
         if inner is None:
             raise ValueError(f"path is missing; found {reprlib.repr(sorted(entry[name]))} in {name}")
@@ -306,8 +332,8 @@ def listed_recordings(entry: dict[str, Any], locate: Locate) -> list[Clip]:
     items = listed if isinstance(listed, list) else [listed]
     for item in items:
         if isinstance(item, str):
-            timed = len(items) == 1 and entry.get("offset") is not None
-            range_ = {"offset": entry["offset"], "duration": entry.get("duration")} if timed else {}
+            timed = RANGE if len(items) == 1 and entry.get("offset") is not None else RANGE[2:]
+            range_ = {name: entry.get(name) for name in timed} if len(items) == 1 else {}
             clips.append(clip_of({"path": item} | range_, "path", locate))
             continue
         named = json_object(item, f"an entry of {names[0]}")

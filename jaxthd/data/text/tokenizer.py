@@ -1,5 +1,6 @@
 """Text to token ids and back: UTF-8 bytes, or any tokenizer.json."""
 
+import re
 import reprlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -90,6 +91,8 @@ _EOS = (
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>")
 _UNKNOWN = ("<unk>", "[UNK]", "<|unk|>")
 _AUDIO = ("<audio>", "<|audio|>", "<so_embedding>", "<|AUDIO|>", "<|audioplaceholder|>")
+_TAG = re.compile(r"<(spk:\d+|(ev|sty):[^<>]*)>", re.IGNORECASE)
+"""Special tokens that transcripts hold: of a speaker whose turn begins, of an event, of a style."""
 _AROUND = {"<so_embedding>": ("<so_start>", "<so_end>")}
 """Tokens that a family's processor, not its chat template, writes around the placeholder."""
 
@@ -153,11 +156,14 @@ class FileTokenizer:
                 )
         added = self._tokenizer.get_added_tokens_decoder()
         # The unknown token is not listed: characters outside the vocabulary become it.
-        self._special = {i for i, t in added.items() if t.special and t.content not in _UNKNOWN}
+        tags = {i for i, t in added.items() if _TAG.fullmatch(t.content)}
+        self._special = {i for i, t in added.items() if t.special and t.content not in _UNKNOWN} - tags
+        self._untold = {i for i, t in added.items() if t.special} - tags
         self._special |= {*self.recording, self.bos_id, *self.eos_ids, self.pad_id}
 
     def encode(self, text: str) -> list[int]:
-        """Raises ValueError for text that contains a special token, which could steer the model."""
+        """Raises ValueError for text that contains a special token, which could steer the model; tags of
+        speakers, events and styles are text."""
         ids = self.encode_marks(text)
         special = self._special & set(ids)
         if special:
@@ -186,8 +192,9 @@ class FileTokenizer:
         return self._tokenizer.id_to_token(token) or ""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Returns the text of token ids, without special tokens."""
-        return self._tokenizer.decode([i for i in ids if i != self.audio_id], skip_special_tokens=True)
+        """Returns the text of token ids, without special tokens that are no tags."""
+        told = [i for i in ids if i != self.audio_id and i not in self._untold]
+        return self._tokenizer.decode(told, skip_special_tokens=False)
 
     def _find(self, names: Iterable[str]) -> list[int]:
         """[id] of the first of these tokens that the file has; [] if it has none of them."""

@@ -4,5 +4,6 @@
 from jaxthd.models.front_ends.fastconformer.settings import FastConformer
 from jaxthd.models.front_ends.qformer.settings import QFormer
 from jaxthd.models.front_ends.stacked.settings import Stacked
+from jaxthd.models.front_ends.transcribe.settings import Transcribe
 
-__all__ = ["FastConformer", "QFormer", "Stacked"]
+__all__ = ["FastConformer", "QFormer", "Stacked", "Transcribe"]

@@ -42,7 +42,7 @@ class Encoder(Protocol):
 
         An output depends only on its own piece; with FrontEnd.divisible "recordings", on its recording. Every
         rank calls it, with pieces or without.
-        features: in the compute dtype, or float32 if FrontEnd.float32; a piece starts at a unit. mask: True
+        features: in the compute dtype, or float32 if FrontEnd.is_wide; a piece starts at a unit. mask: True
         on valid frames; others may hold any values. pieces: the outputs' pieces as documents. recordings:
         None unless FrontEnd.reads_recordings.
         axes: of the mesh, over which pieces are sharded; () on one device. row_axes: those of them whose

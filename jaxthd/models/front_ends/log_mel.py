@@ -84,18 +84,37 @@ def log_mel(
     rng: np.random.Generator | None = None,
     rounded: bool = False,
 ) -> Float32[np.ndarray, "F M"]:
-    """Normalised log-mel features of one utterance, F = S // 160 frames; frame f is centred on sample 160 f.
+    """Normalised log-mel features of one utterance: `normalised` of `raw_log_mel`, whose arguments it takes.
 
-    The steps: pre-emphasis 0.97; a symmetric Hann window of 400 samples every 160, with zeros beyond either
-    end; power of a 512-point FFT; `bands` Slaney bands; log(x + 2^-24). Then each band is normalised over
-    the F frames: minus the mean, divided by the standard deviation (with F - 1) plus 1e-5. All steps from the
-    FFT on are in float64.
-    dither: amplitude of Gaussian noise that training adds to the samples, drawn from `rng` (document_rng).
-    rounded: whether window and bands are rounded to bfloat16.
-    Raises ValueError for fewer than 320 samples (one frame has no deviation), and for dither without rng.
     Source: NeMo's AudioToMelSpectrogramPreprocessor. The result is within 1e-6 of transformers'
     ParakeetFeatureExtractor with its FFT in float64. As shipped, that computes in float32, and its rounding
     shifts values of quiet bands by up to 6e-4.
+    """
+    return normalised(raw_log_mel(samples, bands, dither, rng, rounded)).astype(np.float32)
+
+
+def normalised(mel_FM: Float64[np.ndarray, "F M"]) -> Float64[np.ndarray, "F M"]:
+    """Each band over the F frames: minus the mean, divided by the standard deviation (with F - 1) plus
+    1e-5."""
+    centred_FM = mel_FM - mel_FM.mean(axis=0)
+    return centred_FM / (mel_FM.std(axis=0, ddof=1) + _STD_FLOOR)
+
+
+def raw_log_mel(
+    samples: Float32[np.ndarray, " S"],
+    bands: int,
+    dither: float = 0.0,
+    rng: np.random.Generator | None = None,
+    rounded: bool = False,
+) -> Float64[np.ndarray, "F M"]:
+    """Log-mel features of one utterance, F = S // 160 frames; frame f is centred on sample 160 f.
+
+    The steps: pre-emphasis 0.97; a symmetric Hann window of 400 samples every 160, with zeros beyond either
+    end; power of a 512-point FFT; `bands` Slaney bands; log(x + 2^-24). All steps from the FFT on are in
+    float64.
+    dither: amplitude of Gaussian noise that training adds to the samples, drawn from `rng` (document_rng).
+    rounded: whether window and bands are rounded to bfloat16.
+    Raises ValueError for fewer than 320 samples (one frame has no deviation), and for dither without rng.
     """
     frames = len(samples) // HOP
     if frames < 2:
@@ -113,7 +132,5 @@ def log_mel(
     frames_FW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:frames]
     spectrum_FB = np.fft.rfft(frames_FW * window(rounded), _FFT)
     power_FB = spectrum_FB.real**2 + spectrum_FB.imag**2
-    mel_FM = np.log((filters(bands, rounded) @ power_FB.T).T + _LOG_FLOOR)
-    mel_FM -= mel_FM.mean(axis=0)
-    mel_FM /= mel_FM.std(axis=0, ddof=1) + _STD_FLOOR
-    return mel_FM.astype(np.float32)
+    found_FM: Float64[np.ndarray, "F M"] = np.log((filters(bands, rounded) @ power_FB.T).T + _LOG_FLOOR)
+    return found_FM

@@ -3,15 +3,15 @@ jax: the loader's workers import it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Float64
 
 from jaxthd.config.findings import Finding, multiples
 from jaxthd.config.front_end import FrontEnd, Piece, register_front_end
-from jaxthd.config.values import DERIVED, Index
-from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterbank
+from jaxthd.config.values import DERIVED
+from jaxthd.models.front_ends.log_mel import DITHER, HOP, mel_filterbank, normalised, raw_log_mel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,8 @@ class Stacked(FrontEnd):
     divisible = "frames"
     module = "jaxthd.models.front_ends.stacked.module:StackedEncoder"
     longest_setting = "model.encoder.chunk_outputs"
-    feature_settings = ("mel_bands", "stack", "chunk_outputs", "context_outputs")
-    read_with_others = ("chunk_outputs", "context_outputs")
+    feature_settings = ("mel_bands", "stack", "chunk_outputs", "context_outputs", "bfloat16_filters")
+    read_with_others: ClassVar[tuple[str, ...]] = ("chunk_outputs", "context_outputs")
     kind: Annotated[Literal["stacked"], DERIVED] = "stacked"
     mel_bands: int = 128
     """Mel bands of the features."""
@@ -52,8 +52,10 @@ class Stacked(FrontEnd):
     """Whether queries and keys have a LayerNorm, each head by itself, before they are rotated."""
     chunk_outputs: int = 500
     """Outputs of a chunk (500: 40 s). A property of the model, not of the mesh."""
-    context_outputs: Index = 50
-    """Outputs that a chunk reads on either side of its own."""
+    context_outputs: tuple[int, int] = (50, 50)
+    """Outputs that a chunk reads before and after its own."""
+    bfloat16_filters: bool = False
+    """Whether the window and the mel filters are rounded to bfloat16."""
 
     @property
     def width(self) -> int:
@@ -69,16 +71,16 @@ class Stacked(FrontEnd):
 
     @property
     def longest(self) -> int:
-        return (self.chunk_outputs + 2 * self.context_outputs) * self.stack
+        return (self.chunk_outputs + sum(self.context_outputs)) * self.stack
 
     def pieces(self, samples: int) -> list[Piece]:
-        frames = samples // HOP
+        frames, (left, right) = samples // HOP, self.context_outputs
         outputs = -(-frames // self.stack)
         found = []
         for begin in range(0, outputs, self.chunk_outputs):
             end = min(begin + self.chunk_outputs, outputs)
-            first = max(begin - self.context_outputs, 0)
-            start, stop = first * self.stack, min((end + self.context_outputs) * self.stack, frames)
+            first = max(begin - left, 0)
+            start, stop = first * self.stack, min((end + right) * self.stack, frames)
             owned = min(end * self.stack, frames) - begin * self.stack
             found.append(Piece(0, start, stop - start, begin - first, end - begin, owned))
         return found
@@ -86,8 +88,14 @@ class Stacked(FrontEnd):
     def features(
         self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
     ) -> list[Float32[np.ndarray, "F W"]]:
+        return [normalised(self.raw_features(samples, dither)).astype(np.float32)]
+
+    def raw_features(
+        self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
+    ) -> Float64[np.ndarray, "F M"]:
+        """Log-mel features of a recording before they are normalised. Raises ValueError as `features`."""
         amplitude = 0.0 if dither is None else DITHER
-        return [log_mel(samples, self.mel_bands, dither=amplitude, rng=dither)]
+        return raw_log_mel(samples, self.mel_bands, amplitude, dither, rounded=self.bfloat16_filters)
 
     def faults(self, where: str) -> Iterator[Finding]:
         """Checks the features, and the rotated part of a head."""
@@ -95,6 +103,12 @@ class Stacked(FrontEnd):
             mel_filterbank(self.mel_bands)
         except ValueError as error:
             yield Finding(str(error), "bands wide enough for the spectrum", f"set {where}.mel_bands to 128")
+        if min(self.context_outputs) < 0:
+            yield Finding(
+                f"{where}.context_outputs is {self.context_outputs}",
+                "two numbers of outputs, 0 or more",
+                f"correct {where}.context_outputs",
+            )
         rotated = int(self.head_dim * self.rope_fraction)
         if rotated % 2 or not 0 < rotated <= self.head_dim or self.rope_theta <= 1:
             yield Finding(
