@@ -18,7 +18,8 @@ listed at the end, with exit status 1.
 
 import time
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,12 @@ from jaxthd.config import DataConfig
 from jaxthd.data.example import Example, user_turn
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.files.jsonl import read_lines
 from jaxthd.inference.asking import answer_all
 from jaxthd.inference.chat import chat, say, show_answers
 from jaxthd.inference.generator import Answer, Generator, check_sampling
 from jaxthd.inference.model import load, why_skipped
+from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -69,9 +72,12 @@ def main(argv: list[str] | None = None) -> None:
     check_sampling(options.temperature, options.top_k, options.top_p)
     conversations = _conversations(options, config.data)
     batch = options.batch or (min(len(conversations), 8) if conversations else 1)
-    generator = load(weights, config, batch=batch, max_new_tokens=options.max_new_tokens).generator
     settings = line.sampling()
-    if conversations:
+    with _receiving(options.out):
+        generator = load(weights, config, batch=batch, max_new_tokens=options.max_new_tokens).generator
+        if not conversations:
+            chat(generator, settings, options.out)
+            return
         start = time.perf_counter()
         answers = show_answers(
             answer_all(generator, conversations, window=options.window, say=say, **settings),
@@ -83,8 +89,17 @@ def main(argv: list[str] | None = None) -> None:
         say(_summary(answers, time.perf_counter() - start, generator))
         if why := why_skipped(answers):
             raise UserError(why)
-    else:
-        chat(generator, settings, options.out)
+
+
+@contextmanager
+def _receiving(out: Path | None) -> Iterator[None]:
+    """Inside, the file can be appended to. If it is new, and no answer is in it after a failure, it goes."""
+    if out is None:
+        yield
+        return
+    with RemovedOnFailure(out, unless=lambda: any(x["end"] != "skipped" for x in read_lines(out))):
+        out.parent.mkdir(parents=True, exist_ok=True)  # now, not when the first answer has been computed
+        yield
 
 
 def _check(options: Namespace, weights: Sequence[str]) -> None:

@@ -12,6 +12,7 @@ import soundfile
 
 from jaxthd.__main__ import commands, main
 from jaxthd.files.config_file import load_config
+from jaxthd.files.jsonl import read_lines
 from tests.helpers import save_run
 from tests.shared_programs import shared_programs
 from tests.test_generate import CONFIG
@@ -47,6 +48,7 @@ FAILING = {
     "evaluate my.py --weights missing --data.validation-manifest good.jsonl": "no checkpoint at missing",
     "evaluate my.py --weights damaged --data.validation-manifest good.jsonl --out new/x": "cannot be read",
     "generate good --audio missing.wav --out new/answers.jsonl": "missing.wav: no such file",
+    "generate good --audio missing.wav gone.wav --out answers.jsonl": "2 of 2 could not be used",
     "generate damaged --prompt Hm? --out new/answers.jsonl": "cannot be read",
     "generate good --chat missing.jsonl": "no file at missing.jsonl",
     "score good --manifest missing.jsonl --out new/scores.jsonl": "no manifest at .*missing.jsonl",
@@ -122,3 +124,11 @@ def test_a_command_that_fails_leaves_nothing(home: Path, line: str) -> None:
     with pytest.raises(SystemExit, match=f"error: (.|\n)*{FAILING[line]}"):
         main(line.split())
     assert seen(home) == before
+
+
+def test_an_answer_that_was_given_stays(home: Path) -> None:
+    """Its file does, in a folder that is made for it, though another recording could not be used."""
+    with pytest.raises(SystemExit, match="1 of 2 could not be used"):
+        main(["generate", "good", "--audio", "missing.wav", "0.wav", "--out", "some/answers.jsonl"])
+    assert [line["end"] == "skipped" for line in read_lines(Path("some/answers.jsonl"))] == [True, False]
+    shutil.rmtree("some")
