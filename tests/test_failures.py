@@ -50,6 +50,7 @@ FAILING = {
     "generate good --audio missing.wav --out new/answers.jsonl": "missing.wav: no such file",
     "generate good --audio missing.wav gone.wav --out answers.jsonl": "2 of 2 could not be used",
     "generate damaged --prompt Hm? --out new/answers.jsonl": "cannot be read",
+    "import-config missing.yaml": "no file at missing.yaml",
     "generate good --chat missing.jsonl": "no file at missing.jsonl",
     "score good --manifest missing.jsonl --out new/scores.jsonl": "no manifest at .*missing.jsonl",
     "score good --manifest lost.jsonl --out scores.jsonl": "nothing of .* can be used",
