@@ -41,7 +41,7 @@ from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import FILE, is_run, read_config, source_of, write_config
 from jaxthd.files.tensor_names import ArraySlice
-from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER
+from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER, has_tokenizer
 from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxthd.hf.export import export
@@ -97,7 +97,7 @@ def export_weights(
         raise UserError(f"{path} holds no checkpoints; expected the workdir of a run, or what import wrote")
     config = replace(read_config(path), mesh=MeshConfig())
     original = open_checkpoint(like) if like else None
-    families = export_families(config.model, form)
+    families = export_families(config.model, form, original.family if original else None)
     folders = {out / name: _as_original(family, original) for name, family in families.items()}
     mesh = make_mesh(config.mesh)
     weights = load_weights([source], Blueprint(config), mesh, partly=False)
@@ -111,7 +111,7 @@ def export_weights(
     # What import wrote (step 0) has "bytes" where no source had a tokenizer.
     is_trained = find_checkpoint(path / "checkpoints", which)[0] > 0
     tokens = _token_ids(config, like) if is_trained or config.data.tokenizer not in BUILT_IN else None
-    has_tokenizer = like is not None and (like / "tokenizer.json").is_file()
+    has_own = like is not None and has_tokenizer(like)
     with RemovedOnFailure(out, *folders):
         for folder, family in folders.items():
             export(
@@ -123,12 +123,12 @@ def export_weights(
                 dtype=dtype,
                 like=like if original and family is original.family else None,
                 settings=_token_fields(tokens, family, original) | lora,
-                beside=_tokenizer_folder(config) if family.token_fields and not has_tokenizer else None,
+                beside=_tokenizer_folder(config) if family.token_fields and not has_own else None,
                 limit=limit,
             )
             if family.token_fields and tokens:
                 write_generation_config(folder, tokens)
-            is_missing = config.data.tokenizer in BUILT_IN and not (folder / "tokenizer.json").exists()
+            is_missing = config.data.tokenizer in BUILT_IN and not has_tokenizer(folder)
             if family.token_fields and is_trained and is_missing:
                 write_tokenizer(config.data.tokenizer, folder)
             if family.finish:

@@ -39,6 +39,7 @@ from jaxthd.data.sources.lines import entries_of
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
+from jaxthd.data.text.answers import answer_form
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.jsonl import naming
@@ -123,7 +124,13 @@ def make_preferences(
     sampling: Mapping[str, Any],
 ) -> None:
     """Samples hypotheses of the items, and writes the lines. options: the command's. sampling: how."""
-    normalise = make_normaliser(generator.config.train.normaliser)
+    read = answer_form(generator.config.data.answer).read
+    words = make_normaliser(generator.config.train.normaliser)
+
+    def normalise(answer: str) -> str:
+        """The words of an answer's transcript."""
+        return words(read(answer))
+
     at_once = max(1, 4 * options.batch // options.samples)
     began = told = time.perf_counter()
     for start in range(0, len(items), at_once):

@@ -10,7 +10,15 @@ import pytest
 
 from jaxthd.config import AdaptConfig, Config, MeshConfig, ModelConfig, TrainConfig
 from jaxthd.config.front_end import FrontEnd
-from jaxthd.models.front_ends import FastConformer, QFormer, Stacked, Transcribe
+from jaxthd.models.front_ends import (
+    FastConformer,
+    GraniteConformer,
+    QFormer,
+    Qwen3Audio,
+    Stacked,
+    Transcribe,
+    Whisper,
+)
 from jaxthd.models.front_ends.transcribe.settings import Diarizer, SpeakerCache
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
@@ -31,6 +39,14 @@ CONFORMER: dict[str, Any] = {
     "ffn_dim": 24,
     "subsampling_channels": 4,
     "conv_kernel": 5,
+}
+WHISPER: dict[str, Any] = {
+    "mel_bands": 8,
+    "layers": 1,
+    "model_dim": 16,
+    "heads": 2,
+    "ffn_dim": 24,
+    "positions": 20,
 }
 FRONT_ENDS: dict[str, FrontEnd] = {
     "fastconformer": FastConformer(**CONFORMER, layers=1, chunk_seconds=0.4),
@@ -58,6 +74,27 @@ FRONT_ENDS: dict[str, FrontEnd] = {
         chunk_outputs=6,
         context_outputs=(2, 1),
     ),
+    "whisper": Whisper(**WHISPER, tail="ceil"),
+    "whisper_hidden": Whisper(**WHISPER, join="mean", joined=2, silence="hidden"),
+    "qwen3_audio": Qwen3Audio(mel_bands=8, channels=4, layers=1, dim=16, heads=2, ffn_dim=24, chunks=1),
+    "granite_conformer": GraniteConformer(
+        mel_bands=4,
+        layers=3,
+        model_dim=16,
+        heads=2,
+        head_dim=8,
+        ffn_dim=24,
+        block=20,
+        distances=22,
+        conv_kernel=5,
+        conv_dim=24,
+        labels=5,
+        window=6,
+        queries=2,
+        query_dim=12,
+        query_heads=2,
+        query_ffn_dim=20,
+    ),
     "carried": Carried(),
     "transcribe": Transcribe(
         mel_bands=8,
@@ -82,15 +119,19 @@ FRONT_ENDS: dict[str, FrontEnd] = {
     ),
 }
 STORED = AdaptConfig(freeze=("encoder.blocks.conv.norm.*",))
-ADAPT = {name: STORED if isinstance(x, FastConformer) else AdaptConfig() for name, x in FRONT_ENDS.items()}
+ADAPT = {
+    name: STORED if isinstance(x, FastConformer | GraniteConformer) else AdaptConfig()
+    for name, x in FRONT_ENDS.items()
+}
 """BatchNorms normalise by stored statistics: those of a microbatch depend on its other documents."""
 MESHES = [
     MeshConfig(1, 2, 2, 2),
     pytest.param(MeshConfig(2, 4, 1, 1), marks=pytest.mark.exhaustive),
+    pytest.param(MeshConfig(2, 2, 1, 2), marks=pytest.mark.exhaustive),
     pytest.param(MeshConfig(1, 4, 2, 1), marks=pytest.mark.exhaustive),
     pytest.param(MeshConfig(4, 1, 1, 2), marks=pytest.mark.exhaustive),
 ]
-AUDIO, CAPACITY = 256, 96
+AUDIO, CAPACITY = 400, 96
 ROWS = ((0.31, 0.0, 0.07), (0.9, 0.2), (0.0, 0.0), (1.2,), (0.45, 0.33, 0.5), (), (0.05,), (0.0, 0.64))
 """Seconds of each document's recording, row by row; 0: text alone."""
 PLACEHOLDER = VOCAB - 1

@@ -1,5 +1,6 @@
 """Sources, which a command or a program is told to work with: config files, runs, published checkpoints."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,6 +14,9 @@ from jaxthd.files import config_file
 from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import FILE, is_published, is_run, read_config, source_of
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
+
+LEARNING_RATE = 2e-5
+"""Peak learning rate of a published model that is trained further, in place of that of a new one."""
 
 
 class Settings(NamedTuple):
@@ -42,7 +46,8 @@ def open_settings(source: str | Path) -> Settings:
     folder, _ = source_of(source)
     if is_published(folder):
         config = published_config([folder])
-        config = replace(config, train=replace(config.train, init_from=(os.path.abspath(folder),)))
+        train = replace(config.train, learning_rate=LEARNING_RATE, min_learning_rate=LEARNING_RATE / 10)
+        config = replace(config, train=replace(train, init_from=(os.path.abspath(folder),)))
         return Settings(config, folder, None)
     if folder.is_dir():
         if not is_run(folder) and not (folder / FILE).is_file():
@@ -104,12 +109,22 @@ def published_config(sources: Sequence[str | Path], *, adapter_dim: int = 0) -> 
 def _data(found: Sequence[Checkpoint]) -> DataConfig:
     """The checkpoints' tokenizer, and the form of turns that their LLM was trained on."""
     of_llm = [checkpoint for checkpoint in found if checkpoint.covers("head")]
-    turns = of_llm[-1].family.turns
-    data = DataConfig(**turns)
+    settings = dict(of_llm[-1].family.data(of_llm[-1].fields))
     # The LLM's tokenizer counts: an encoder's folder may hold that of its CTC head.
     folders = [c.tokenizer for c in (*found, *of_llm) if c.tokenizer]
     if not folders:
-        return data
-    data = replace(data, tokenizer=os.path.abspath(folders[-1]))
+        return DataConfig(**settings if settings.get("template") != "chat_template" else {})
+    if _hears(folders[-1]):
+        settings.pop("template_source", None)
+    data = DataConfig(tokenizer=os.path.abspath(folders[-1]), **settings)
     has_template = read_special_tokens(folders[-1]).chat_template is not None
-    return replace(data, template="chat_template") if has_template and not turns else data
+    return replace(data, template="chat_template") if has_template and not settings else data
+
+
+def _hears(folder: Path) -> bool:
+    """Whether a template of the folder's own writes recordings: a processor's, or a tokenizer's that names
+    audio. It counts before the family's."""
+    if any((folder / name).is_file() for name in ("chat_template.jinja", "chat_template.json")):
+        return True
+    file = folder / "tokenizer_config.json"
+    return file.is_file() and "audio" in str(json.loads(file.read_text()).get("chat_template"))

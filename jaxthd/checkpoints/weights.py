@@ -32,7 +32,7 @@ from jaxthd.checkpoints.stored import find_checkpoint, reason, restore_arrays
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import EMA, is_run, read_config, source_of
-from jaxthd.files.tokenizer_files import BUILT_IN
+from jaxthd.files.tokenizer_files import BUILT_IN, has_tokenizer
 from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.models.stacks import to_stages
@@ -281,7 +281,7 @@ class _Published:
         shapes = {name: spec.shape for name, spec in specs.items()}
         opened = open_checkpoint(path)
         say_other_settings(path, compare_models(path, opened.configure(config.model), config.model))
-        self.tokenizer = path, str(path) if (path / "tokenizer.json").is_file() else None
+        self.tokenizer = path, str(path) if path.is_dir() and has_tokenizer(path) else None
         self._checkpoint, self._specs = opened.for_run(config.adapt, shapes), specs
         if self._checkpoint is not opened:
             _report(f"{path}: its LoRA, which is not that of this run, is merged into its projections")

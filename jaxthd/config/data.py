@@ -135,13 +135,19 @@ class DataConfig:
     validation_NAME_loss and so on, and the means over all sets as validation_loss and so on."""
     tokenizer: str = "bytes"
     """"bytes" (UTF-8 bytes, needs no file), "synthetic" (a small BPE of the words in the synthetic data), the
-    path of a tokenizer.json, or the folder of a checkpoint in Hugging Face's format, whose other files then
-    say which tokens are special."""
-    template: Literal["plain", "chatml", "chat_template"] = "plain"
+    path of a tokenizer.json or a tekken.json, or the folder of a checkpoint in Hugging Face's format, whose
+    other files then say which tokens are special."""
+    template: Literal["plain", "chatml", "chat_template", "mistral"] = "plain"
     """The form of turns: "plain" (the text, and an end-of-text token after an answer), "chatml"
-    (<|im_start|>), or "chat_template" (the template of the checkpoint in data.tokenizer)."""
+    (<|im_start|>), "chat_template" (the template of the checkpoint in data.tokenizer), or "mistral" (as
+    mistral-common writes them for the tekken.json in data.tokenizer)."""
+    template_source: str = ""
+    """A chat template, in Jinja, in place of the one of the checkpoint in data.tokenizer; "": that."""
     template_options: str = ""
     """Variables of the checkpoint's chat template, as a JSON object such as {"enable_thinking": false}."""
+    answer: str = "plain"
+    """Form of the answers: "plain" (the text), or a published model's: "qwen3_asr" (language
+    NAME<asr_text>TEXT). Transcripts are written in it, and read off answers before they are compared."""
     system_prompt: str = ""
     """System turn placed before every document that has none of its own; "" for none."""
     prompt: str = "{audio}"

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 from jaxthd.config.block import Block, Blocks, letters_and_titles, usual_blocks
 from jaxthd.config.front_end import FrontEnd, default_front_end
@@ -28,6 +28,12 @@ class LLMConfig:
     blocks, of attention's queries and keys, the final one, and those of multi-token prediction."""
     tied_embedding: bool = False
     """Whether the head is the embedding: one matrix for both."""
+    embedding_multiplier: float = 1.0
+    """Factor on the decoder's input, embeddings of text and audio alike (Granite)."""
+    residual_multiplier: float = 1.0
+    """Factor on what each block adds to the residual (Granite)."""
+    logits_scaling: float = 1.0
+    """What logits are divided by (Granite)."""
     mtp_pattern: str = ""
     """Blocks of one depth of multi-token prediction, such as "*E"; "" for none. It is trained beside
     next-token prediction (train.mtp_loss) and exported; validation, scoring and generation do not use it."""
@@ -143,9 +149,12 @@ class ModelConfig:
     so."""
     llm: LLMConfig = field(default_factory=LLMConfig)
     adapter_dim: Index = 0
-    """Inner dim of the RMSNorm-linear-relu^2-linear adapter; 0 for a single linear layer."""
+    """Inner dim of the adapter; 0 for a single linear layer."""
     adapter_bias: bool = False
-    """Whether the adapter's last linear layer has a bias (Canary-Qwen)."""
+    """Whether the adapter's linear layers have biases (Canary-Qwen), with "relu2" the last one alone."""
+    adapter_form: Literal["relu2", "gelu"] = "relu2"
+    """Form of an adapter with an inner dim: "relu2", which is RMSNorm, linear, relu^2, linear
+    (Nemotron-Omni); or "gelu", which is linear, GELU, linear (Qwen3-ASR, Voxtral)."""
 
     @property
     def audio_encoder(self) -> FrontEnd:

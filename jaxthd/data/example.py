@@ -1,8 +1,8 @@
 """Conversations as turns of text and recordings: what every data source makes of its items."""
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -84,6 +84,11 @@ class Turn:
 
     role: Role
     parts: tuple[str | Clip | Samples, ...]
+
+
+def with_texts(turn: Turn, change: Callable[[str], str]) -> Turn:
+    """The turn with its texts changed."""
+    return replace(turn, parts=tuple(change(x) if isinstance(x, str) else x for x in turn.parts))
 
 
 class Alternative(NamedTuple):

@@ -5,6 +5,7 @@ Worker processes import it, so it imports neither jax nor grain.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 
@@ -13,9 +14,10 @@ from jaxthd.config.front_end import SAMPLE_RATE, SpeakerSegment
 from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import TooLongError, from_samples, load_audio
 from jaxthd.data.audio.spec_augment import spec_augment
-from jaxthd.data.example import Clip, Example, Samples, document_rng
+from jaxthd.data.example import Clip, Example, Samples, Turn, document_rng, with_texts
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
+from jaxthd.data.text.answers import answer_form, language_of
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import AudioPiece, Document, audio_pieces
@@ -51,6 +53,7 @@ class SpeechDocuments:
         augmentation: Augmentation | None = None,
     ) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
+        self._answers = answer_form(config.data.answer)
         self._audio_id = tokenizer.audio_id
         self._encoder = config.model.encoder
         seconds = self._encoder.seconds if self._encoder else float
@@ -95,10 +98,11 @@ class SpeechDocuments:
         """An example as text: (token ids with one audio_id for each recording, which of them are supervised,
         the lengths of its answers, Document.answers). Raises ValueError for one that cannot be used.
         """
+        write = partial(self._answers.write, fields=example.fields)
         if not example.alternatives:
-            return *self._template(example.turns), ()
-        texts = [alternative.text for alternative in example.alternatives]
-        prompt, answers = self._template.answers(example.turns, texts)
+            return *self._template(self._turns(example), language_of(example.fields)), ()
+        texts = [write(alternative.text) for alternative in example.alternatives]
+        prompt, answers = self._template.answers(self._turns(example), texts, language_of(example.fields))
         tokens, supervised = list(prompt), [False] * len(prompt)
         for ids, of_answer in answers:
             tokens += ids
@@ -110,12 +114,17 @@ class SpeechDocuments:
             raise ValueError("chosen and rejected are the same tokens; expected two answers")
         return tokens, supervised, tuple(len(ids) for ids, _ in answers)
 
+    def _turns(self, example: Example) -> list[Turn]:
+        """The turns, the assistant's in the form of data.answer."""
+        write = partial(self._answers.write, fields=example.fields)
+        return [with_texts(turn, write) if turn.role == "assistant" else turn for turn in example.turns]
+
     def prompt(self, example: Example) -> Document:
         """The document of a prompt: the example's turns up to where the assistant's next answer begins.
 
         Nothing is dithered, masked or supervised. Raises ValueError for an example that cannot be used.
         """
-        tokens = self._template.prompt(example.turns)
+        tokens = self._template.prompt(self._turns(example), language_of(example.fields))
         recordings = zip(example.clips, self._samples(example), strict=True)
         clips = [self._pieces(samples, _segments(clip), None, None) for clip, samples in recordings]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)

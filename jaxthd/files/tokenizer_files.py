@@ -12,7 +12,9 @@ BUILT_IN = ("bytes", "synthetic")
 """Tokenizers that need no file."""
 FOLDER = "tokenizer"
 """Where a run keeps its tokenizer, in its workdir."""
-PATTERNS = ("*tokenizer*", "*.jinja", "special_tokens_map.json", "generation_config.json")
+NAMES = ("tokenizer.json", "tekken.json")
+"""Files that are a tokenizer."""
+PATTERNS = ("*tokenizer*", "tekken.json", "*.jinja", "special_tokens_map.json", "generation_config.json")
 _SETTINGS = ("config.json", "chat_template.json")
 """Further files that may say which tokens are special, and how turns are written."""
 BESIDE = (
@@ -30,12 +32,18 @@ ALIGNMENT = "alignment_tokenizer"
 
 
 def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    """Copies a tokenizer.json, or the tokenizer's files of a checkpoint's folder, into the new folder."""
+    """Copies a tokenizer's file, or the tokenizer's files of a checkpoint's folder, into the new folder."""
     folder.mkdir(parents=True)
     if tokenizer.is_dir():
         copy_files(tokenizer, folder, (*BESIDE, *_SETTINGS))
     else:
-        shutil.copyfile(tokenizer, folder / "tokenizer.json")
+        name = tokenizer.name if tokenizer.name in NAMES else NAMES[0]
+        shutil.copyfile(tokenizer, folder / name)
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether the folder has a tokenizer's file."""
+    return any((folder / name).is_file() for name in NAMES)
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:

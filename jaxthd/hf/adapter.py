@@ -6,7 +6,11 @@ from jaxthd.config import ModelConfig
 from jaxthd.files.tensor_names import tensors
 from jaxthd.hf.family import ADAPTER, Family, Field, Settings, read_settings, updated, write_settings
 
-_SIZES: Settings = {"adapter_dim": "inner_dim", "adapter_bias": Field("bias", False)}
+_SIZES: Settings = {
+    "adapter_dim": "inner_dim",
+    "adapter_bias": Field("bias", False),
+    "adapter_form": Field("form", "relu2"),
+}
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:

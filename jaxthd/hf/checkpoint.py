@@ -12,6 +12,7 @@ from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.paths import home_path
 from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor
+from jaxthd.files.tokenizer_files import has_tokenizer
 from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf import salm
 from jaxthd.hf.block_scaled import block_scaled
@@ -43,7 +44,7 @@ class Checkpoint:
     def tokenizer(self) -> Path | None:
         """The folder with its tokenizer; None: there is none."""
         folders = (self.path, *self.family.tokenizers(self.path, self.fields))
-        return next((x for x in folders if (x / "tokenizer.json").is_file()), None)
+        return next((x for x in folders if has_tokenizer(x)), None)
 
     def covers(self, name: str) -> bool:
         """Whether the checkpoint holds our array of this name."""
@@ -171,7 +172,7 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     kinds = {fields.get("model_type"), *(fields.get("architectures") or ())}
     kinds = {salm.KIND} if salm.is_salm(fields) else kinds
     for family in FAMILIES:
-        if kinds & set(family.model_types):
+        if kinds & set(family.model_types) and family.recognises(fields):
             found: tuple[Family, Fields, Reader] = family, fields, _reader(path, fields)
             return Checkpoint(*(family.opened(*found) if family.opened else found))
     known = ", ".join(name for family in FAMILIES for name in family.model_types)

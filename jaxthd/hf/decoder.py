@@ -23,6 +23,8 @@ SIZES: Settings = {
     "tied_embedding": Field("tie_word_embeddings", False),
 }
 """Decoder.sizes of most families."""
+MULTIPLIERS = ("embedding_multiplier", "residual_multiplier", "logits_scaling")
+"""Settings of the decoder that most families do not have."""
 ANY = object()
 """Stands in a form for a setting that may have any value, or that the family checks by itself."""
 SOFTMAX_EXPERTS = MoE(form="swiglu", shared_inner=0, router=Router(scores="softmax"))
@@ -71,7 +73,8 @@ class Decoder:
     @property
     def fixed(self) -> dict[str, Any]:
         """The settings of the decoder that no field holds."""
-        every = {"norm_zero_centred": False, "tied_embedding": False, "mtp_pattern": "", **self.form}
+        every = {"norm_zero_centred": False, "tied_embedding": False, "mtp_pattern": ""}
+        every |= {**dict.fromkeys(MULTIPLIERS, 1.0), **self.form}
         return {name: x for name, x in every.items() if x is not ANY and name not in self.sizes}
 
     def complete(self, fields: Fields) -> Fields:

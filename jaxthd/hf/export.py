@@ -46,7 +46,7 @@ def export(
     """Writes a checkpoint into `folder`, one tensor at a time; returns the names of its tensors.
 
     shapes: of our arrays, by name. take: (slice) -> its elements.
-    dtype: float32 or bfloat16, for all tensors but KEPT_FLOAT32.
+    dtype: float32 or bfloat16, for all tensors but KEPT_FLOAT32 and Family.float32.
     like: the checkpoint that the model came from. Its settings, its tokenizer, and the tensors that a speech
         LLM has no use for (a vision tower) are copied; those that were quantized are written in `dtype`.
     settings: fields for config.json, added to the model's. beside: a folder whose tokenizer is copied.
@@ -66,7 +66,8 @@ def export(
     tensors = list(family.tensors(model, fields, shapes))
     counters = {t.name for t in tensors if not t.slices and original and t.name in original.reader.shapes}
     tensors = [t for t in tensors if t.name not in counters]
-    kinds = {t.name: (t.shape, _dtype(t, dtype)) for t in tensors}
+    kept = (*KEPT_FLOAT32, *family.float32)
+    kinds = {t.name: (t.shape, _dtype(t, dtype, kept)) for t in tensors}
     copied: list[str] = []
     if original is not None:
         copied = [*sorted(counters), *original.unread(kinds)]
@@ -90,10 +91,11 @@ def _elements(
     return tensor.join([take(part) for part in tensor.slices])
 
 
-def _dtype(tensor: Tensor, dtype: str) -> str:
+def _dtype(tensor: Tensor, dtype: str, kept: Collection[str]) -> str:
+    """kept: patterns of tensors that are never rounded."""
     if not tensor.slices:
         return "int64"
-    return "float32" if any(fnmatch(tensor.name, pattern) for pattern in KEPT_FLOAT32) else dtype
+    return "float32" if any(fnmatch(tensor.name, pattern) for pattern in kept) else dtype
 
 
 def _overlaid(original: Fields, ours: Mapping[str, Any], meaningless: Collection[str] = ()) -> dict[str, Any]:

@@ -1,19 +1,19 @@
 """Families of checkpoints: the settings in config.json, the names of the tensors."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from jaxthd.config import AdaptConfig, Block, LLMConfig, ModelConfig, RopeConfig
+from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.config.values import with_value
 from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.fields import Fields, required
 from jaxthd.hf.reader import Reader
-from jaxthd.models.front_ends import FastConformer
 
-Config = TypeVar("Config", Block, LLMConfig, FastConformer, ModelConfig, AdaptConfig, RopeConfig)
+Config = TypeVar("Config")
+"""Settings of a block, a front end, the model and others."""
 
 LLM = ("embedding", "decoder.", "head")
 ENCODER, ADAPTER = ("encoder.",), ("adapter.",)
@@ -60,9 +60,12 @@ class Family:
     finish: (folder, chat template in Jinja or None) completes the files of an export. None: it is complete.
     lacks: our arrays that it does not hold, though covers names them, by what their names begin with.
     by_default: whether an export of a model that the family holds whole has its format without being asked.
+    recognises: (fields) -> whether a config.json with one of model_types is of this form: others may share
+        their names.
+    float32: patterns of tensors that an export never rounds, besides KEPT_FLOAT32.
+    data: (fields) -> settings of DataConfig with which the published model is used: its template, the form of
+        its answers. {}: a chat template beside the tokenizer says it.
     meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
-    turns: settings of the data by which turns are written as the family's models were trained on them. {}: a
-        chat template beside the tokenizer says it.
     """
 
     format: str
@@ -83,8 +86,10 @@ class Family:
     finish: Callable[[Path, str | None], None] | None = None
     lacks: tuple[str, ...] = ()
     by_default: bool = True
+    recognises: Callable[[Fields], bool] = lambda fields: True
+    float32: tuple[str, ...] = ()
+    data: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     meaningless: Callable[[ModelConfig], Collection[str]] = lambda model: ()
-    turns: Mapping[str, Any] = field(default_factory=dict)
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""

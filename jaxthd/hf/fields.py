@@ -106,7 +106,7 @@ _DIARIZATION: dict[str, Any] = {
 _PART: dict[str, Any] = {
     **_each(_SIZE, "hidden_size num_hidden_layers num_attention_heads"),
     **_each(_COUNT, "vocab_size num_key_value_heads head_dim intermediate_size max_position_embeddings"),
-    **_each(_COUNT, "original_max_position_embeddings sliding_window decoder_sparse_step"),
+    **_each(_COUNT, "original_max_position_embeddings sliding_window max_window_layers decoder_sparse_step"),
     **_each(_COUNT, "full_attention_interval first_k_dense_replace num_nextn_predict_layers"),
     **_each(_COUNT, "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts"),
     **_each(_COUNT, "moe_intermediate_size shared_expert_intermediate_size n_group topk_group"),
@@ -116,10 +116,16 @@ _PART: dict[str, Any] = {
     **_each(_COUNT, "linear_conv_kernel_dim mamba_num_heads mamba_head_dim ssm_state_size n_groups"),
     **_each(_COUNT, "conv_kernel attention_head_dim mamba_n_groups mamba_d_conv projection_hidden_size"),
     **_each(_COUNT, "num_mel_bins conv_kernel_size subsampling_conv_channels inner_dim"),
+    **_each(_COUNT, "encoder_layers d_model encoder_attention_heads encoder_ffn_dim downsample_hidden_size"),
+    **_each(_COUNT, "input_dim num_layers hidden_dim num_heads dim_head feedforward_mult context_size"),
+    **_each(_COUNT, "max_pos_emb conv_expansion_factor cross_attention_frequency encoder_hidden_size"),
+    **_each(_COUNT, "window_size downsample_rate"),
+    **_each(_COUNT, "n_window n_window_infer output_dim max_source_positions"),
     **_each(_NUMBER, "rms_norm_eps layer_norm_epsilon rope_theta partial_rotary_factor swiglu_alpha"),
-    **_each(_NUMBER, "swiglu_limit routed_scaling_factor"),
-    **_each(_FLAG, "tie_word_embeddings norm_topk_prob attention_bias rope_interleave bias"),
-    **_each(_FLAG, "convolution_bias scale_input"),
+    **_each(_NUMBER, "swiglu_limit routed_scaling_factor embedding_multiplier residual_multiplier"),
+    **_each(_NUMBER, "attention_multiplier logits_scaling"),
+    **_each(_FLAG, "tie_word_embeddings norm_topk_prob attention_bias rope_interleave bias mlp_bias"),
+    **_each(_FLAG, "convolution_bias scale_input use_sliding_window"),
     **_each(_TEXT, "model_type hybrid_override_pattern mtp_hybrid_override_pattern pretrained_llm"),
     **_each(_TEXTS, "architectures layer_types layers_block_type mtp_layers_block_type"),
     "mlp_only_layers": _INTEGERS,
@@ -127,9 +133,10 @@ _PART: dict[str, Any] = {
     "rope_parameters": _ROPE,
     "rope_scaling": _ROPE,
 }
+_PARTS = ("text_config", "llm_config", "audio_config", "sound_config", "encoder_config", "projector_config")
 FIELDS: dict[str, Any] = {
     **_PART,
-    **dict.fromkeys(("text_config", "llm_config", "sound_config", "encoder_config"), _PART),
+    **dict.fromkeys(_PARTS, _PART),
     "audio_config": {
         **_PART,
         "asr_config": _BLOCKS,
@@ -137,6 +144,7 @@ FIELDS: dict[str, Any] = {
         "speaker_activity_threshold": _NUMBER,
     },
     "word_timestamp_config": _BLOCKS,
+    "thinker_config": {**_PART, "text_config": _PART, "audio_config": _PART},
     **_NEMO,
     "perception": {**_NEMO, "modality_adapter": _CONNECTOR},
     "encoder_chunk_size_seconds": _NUMBER,

@@ -59,16 +59,19 @@ def _configure(fields: Fields, model: ModelConfig) -> ModelConfig:
         )
     inner = required(audio, "projection_hidden_size", "audio_config")
     encoder = encoder_config(audio, model, "audio_config")
-    return replace(model, llm=llm, encoder=encoder, adapter_dim=inner, adapter_bias=False)
+    return replace(
+        model, llm=llm, encoder=encoder, adapter_dim=inner, adapter_bias=False, adapter_form="relu2"
+    )
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
-    if not model.adapter_dim or model.adapter_bias or model.llm.norm_eps != _PROJECTION_EPS:
+    is_other = not model.adapter_dim or model.adapter_bias or model.adapter_form != "relu2"
+    if is_other or model.llm.norm_eps != _PROJECTION_EPS:
         raise UserError(
-            f"model.adapter_dim is {model.adapter_dim}, model.adapter_bias {model.adapter_bias} and "
-            f"model.llm.norm_eps {model.llm.norm_eps}; the omni format holds an adapter with an inner "
-            f"dim and no bias, and norms of epsilon {_PROJECTION_EPS}: "
-            "choose --format parts"
+            f"model.adapter_dim is {model.adapter_dim}, model.adapter_bias {model.adapter_bias}, "
+            f"model.adapter_form {model.adapter_form!r} and model.llm.norm_eps {model.llm.norm_eps}; the "
+            'omni format holds an adapter of the form "relu2" with an inner dim and no bias, and norms of '
+            f"epsilon {_PROJECTION_EPS}: choose --format parts"
         )
     audio = encoder_fields(model)
     audio |= {"projection_hidden_size": model.adapter_dim, "projection_bias": False}

@@ -7,14 +7,20 @@ from jaxthd.errors import UserError
 from jaxthd.hf import (
     adapter,
     deepseek_v3,
+    glm_asr,
     gpt_oss,
+    granite_speech,
+    llama,
     nemotron_h,
     nemotron_omni,
     parakeet,
+    qwen2_audio,
     qwen3,
+    qwen3_asr,
     qwen3_next,
     salm,
     transcribe,
+    voxtral,
 )
 from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
 
@@ -24,10 +30,16 @@ FAMILIES: tuple[Family, ...] = (
     qwen3_next.FAMILY,
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
+    *llama.FAMILIES,
     parakeet.FAMILY,
     nemotron_omni.FAMILY,
     salm.FAMILY,
     transcribe.FAMILY,
+    *qwen3_asr.FAMILIES,
+    qwen2_audio.FAMILY,
+    voxtral.FAMILY,
+    glm_asr.FAMILY,
+    granite_speech.FAMILY,
     adapter.FAMILY,
 )
 
@@ -49,15 +61,19 @@ def parts_of(model: ModelConfig) -> dict[str, tuple[str, ...]]:
     return {"llm": LLM, **({"encoder": ENCODER, "adapter": ADAPTER} if model.encoder else {})}
 
 
-def export_families(model: ModelConfig, format: str | None = None) -> dict[str, Family]:
+def export_families(
+    model: ModelConfig, format: str | None = None, like: Family | None = None
+) -> dict[str, Family]:
     """The families in which an export of the model is written, by folder; "" is the export's own folder.
 
-    format: one of FORMATS. None: a family that holds the whole model, else "parts".
+    format: one of FORMATS. None: a family that holds the whole model, else "parts". like: the family that is
+    then taken before others.
     Raises UserError where the format cannot hold the model.
     """
     parts = parts_of(model)
     if format is None:
         whole = [f for f in FAMILIES if all(f.holds(name) for names in parts.values() for name in names)]
+        whole.sort(key=lambda family: family is not like)
         fitting = [family for family in whole if family.by_default and _refusal(family, model) is None]
         if fitting:
             return {"": fitting[0]}

@@ -72,7 +72,7 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
     rounded = isinstance(bands, int) and are_rounded(reader, bands)
     changed = replace(
         family,
-        turns=CHATML if fields.get("prompt_format", "qwen") == "qwen" else {},
+        data=lambda fields: CHATML if fields.get("prompt_format", "qwen") == "qwen" else {},
         configure=partial(_configure, bfloat16_filters=rounded),
         tensors=partial(_tensors, naming=naming),
         ignored=(*family.ignored, *unread_perception(fields["perception"])),

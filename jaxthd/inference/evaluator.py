@@ -11,6 +11,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.checkpoints.weights import Weights
 from jaxthd.data.loader import BatchAndReport, BatchReport
+from jaxthd.data.text.answers import answer_form
 from jaxthd.data.text.prompt import answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
@@ -68,7 +69,7 @@ class Evaluator:
         new_tokens = config.train.max_new_tokens
         self._step: Any = make_validation_step(blueprint, mesh, stop_ids=stop_ids, new_tokens=new_tokens)
         self._compiled: Any = None
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self._tokenizer, self._form = load_tokenizer(config.data.tokenizer), answer_form(config.data.answer)
 
     def __call__(self, state: TrainState | Weights, batches: Iterable[BatchAndReport]) -> Evaluation:
         """Evaluates over all supervised tokens of a loader's batches. state: in its device layout.
@@ -116,8 +117,8 @@ class Evaluator:
             for number, key in enumerate(keys):
                 if ends.last[own, number] >= 0:
                     ids, ended = answer_of(tokens_RDm[rows[own], number].tolist(), self._stop_ids)
-                    reference = self._tokenizer.decode(answers[own * documents + number])
-                    hypothesis = self._tokenizer.decode(ids)
+                    read = (answers[own * documents + number], ids)
+                    reference, hypothesis = (self._form.read(self._tokenizer.decode(x)) for x in read)
                     yield rows[own], number, key, reference, hypothesis, seconds[number], ended
 
     def _run(self, state: TrainState | Weights, batch: Batch, ends: PromptEnds) -> tuple[Any, float]:

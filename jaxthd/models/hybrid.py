@@ -69,7 +69,8 @@ class Block(nnx.Module):
 
         self.norm = norm(there=block.norms != "after")
         self.norm_after = norm(there=block.norms != "before")
-        self.residual, self.scale = Residual.of(init.mesh, compute.sequence_sharded), block.residual_scale
+        self.residual = Residual.of(init.mesh, compute.sequence_sharded)
+        self.scale = block.residual_scale * llm.residual_multiplier
         self.mixer = block.build(llm, init, compute)
 
     def _normed(self, x_nD: Array) -> Array:
@@ -380,7 +381,13 @@ class HybridDecoder(HybridLayers):
         super().__init__(llm, init, stages or Stages((llm.letters,), 1, llm.stacks), compute)
         if len(self.stages.patterns) > 1:
             self.keeps_views = False
-        self.norm = RMSNorm(llm.dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
+        self.norm = RMSNorm(
+            llm.dim,
+            llm.norm_eps,
+            init,
+            zero_centred=llm.norm_zero_centred,
+            factor=1 / llm.logits_scaling,
+        )
 
     def __call__(
         self, x_nD: Float[Array, "n D"], segments: Segments

@@ -28,7 +28,7 @@ class RMSNorm(nnx.Module):
 
     The statistics are computed in promote(float32, x).
     sharded: how the last dim is sharded over tensor ranks. A group may span several ranks.
-    zero_centred: the parameter is weight - 1.
+    zero_centred: the parameter is weight - 1. factor: on the result.
     """
 
     def __init__(
@@ -40,9 +40,10 @@ class RMSNorm(nnx.Module):
         groups: int = 1,
         sharded: ShardedDim | None = None,
         zero_centred: bool = False,
+        factor: float = 1.0,
     ) -> None:
         self.weight = (init.zeros if zero_centred else init.ones)((dim,), (sharded,))
-        self.zero_centred = zero_centred
+        self.zero_centred, self.factor = zero_centred, factor
         self.eps = eps
         ranks = init.mesh.tensor if sharded and sharded.is_sharded(init.mesh) else 1
         self.groups, self.ranks_of_group = max(groups // ranks, 1), max(ranks // groups, 1)
@@ -70,7 +71,8 @@ class RMSNorm(nnx.Module):
         return self(x_NHD.reshape(-1, x_NHD.shape[-1])).reshape(x_NHD.shape)
 
     def _weight(self) -> Array:
-        return 1 + self.weight[...] if self.zero_centred else self.weight[...]
+        weight_D = 1 + self.weight[...] if self.zero_centred else self.weight[...]
+        return weight_D if self.factor == 1 else self.factor * weight_D
 
 
 class LayerNorm(nnx.Module):

@@ -18,7 +18,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
-from jaxthd.config import ComputeConfig, LLMConfig, ModelConfig
+from jaxthd.config import ComputeConfig, ModelConfig
 from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
 from jaxthd.models.front_ends.contract import Recordings
@@ -57,17 +57,22 @@ Scored = tuple[Array, Array, Array, Array, int, int, tuple[str, ...]]
 
 
 class Adapter(nnx.Module):
-    """Encoder frames -> token embeddings: one linear layer, or RMSNorm, linear, relu^2, linear."""
+    """Encoder outputs -> token embeddings: one linear layer, or one of the forms of model.adapter_form."""
 
-    def __init__(self, dim: int, inner: int, llm: LLMConfig, init: Init, *, bias: bool = False) -> None:
-        """dim: of encoder frames. inner: 0 for one linear layer. bias: of the last one."""
-        self.norm = RMSNorm(dim, llm.norm_eps, init) if inner else None
-        self.up = Linear(dim, inner, init) if inner else None
-        self.out = Linear(inner or dim, llm.dim, init, bias=bias)
+    def __init__(self, dim: int, config: ModelConfig, init: Init) -> None:
+        """dim: of the encoder's outputs."""
+        inner, bias, self.form = config.adapter_dim, config.adapter_bias, config.adapter_form
+        has_norm = inner > 0 and self.form == "relu2"
+        self.norm = RMSNorm(dim, config.llm.norm_eps, init) if has_norm else None
+        self.up = Linear(dim, inner, init, bias=bias and not has_norm) if inner else None
+        self.out = Linear(inner or dim, config.llm.dim, init, bias=bias)
 
     def __call__(self, x_ED: Float[Array, "e D"]) -> Float[Array, "e O"]:
-        if self.norm is not None and self.up is not None:
-            x_ED = relu_squared(self.up(self.norm(x_ED)))
+        if self.norm is not None:
+            x_ED = self.norm(x_ED)
+        if self.up is not None:
+            up_ED = self.up(x_ED)
+            x_ED = relu_squared(up_ED) if self.form == "relu2" else jax.nn.gelu(up_ED, approximate=False)
         return self.out(x_ED)
 
 
@@ -108,17 +113,7 @@ class SpeechLM(nnx.Module):
         shape, dim = (config.llm.vocab_size, config.llm.dim), config.llm.dim
         everywhere, decoder = init.with_fsdp(ENCODER_FSDP), init.with_fsdp(decoder_fsdp)
         self.encoder = config.encoder.build(everywhere, compute) if config.encoder else None
-        self.adapter = (
-            Adapter(
-                config.encoder.output_dim,
-                config.adapter_dim,
-                config.llm,
-                everywhere,
-                bias=config.adapter_bias,
-            )
-            if config.encoder
-            else None
-        )
+        self.adapter = Adapter(config.encoder.output_dim, config, everywhere) if config.encoder else None
         is_tied, head_std = config.llm.tied_embedding, dim**-0.5
         self.embedding = decoder.normal(shape, vocabulary, std=head_std if is_tied else 1.0)
         self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
@@ -220,9 +215,10 @@ class SpeechLM(nnx.Module):
                 tokens_RL = jnp.where(slots_RL >= 0, _NOWHERE, tokens_RL)
             frames_RL1 = jnp.where(slots_RL >= 0, slots_RL, audio_RED.shape[1])[..., None]
             placed_RLD = jnp.take_along_axis(audio_RED, frames_RL1, axis=1, mode="fill", fill_value=0)
-        x_RLD = self.embed_tokens(tokens_RL.reshape(-1)).reshape(*tokens_RL.shape, -1)
+        x_RLD = self._rows_of(gathered(self.embedding), tokens_RL.reshape(-1)).reshape(*tokens_RL.shape, -1)
         if batch.has_audio:
             x_RLD += placed_RLD
+        x_RLD = self._multiplied(x_RLD)
         x_RJTD = x_RLD.reshape(rows, 1 + depths, tokens, -1)
         each = [self.residual.own(x_RJTD[:, j].reshape(rows * tokens, -1)) for j in range(1 + depths)]
         return each, buffers
@@ -235,14 +231,19 @@ class SpeechLM(nnx.Module):
                 f"the batch brings embeddings of {embeddings_RTD.shape[-1]} dims, {'no' * alone or 'and'} "
                 f"audio or future tokens; expected {dim} dims (model.llm.dim), and neither of these"
             )
-        return self.residual.own(embeddings_RTD.reshape(-1, dim).astype(self.compute.dtype))
+        return self.residual.own(self._multiplied(embeddings_RTD.reshape(-1, dim).astype(self.compute.dtype)))
+
+    def _multiplied(self, x: Array) -> Array:
+        """The decoder's input of embeddings."""
+        factor = self.config.llm.embedding_multiplier
+        return x if factor == 1 else factor * x
 
     def _encoder_buffers(self) -> dict[str, Any]:
         return nnx.to_pure_dict(nnx.state(self.encoder, Buffer)) if self.encoder else {}
 
     def embed_tokens(self, tokens_N: Int32[Array, " N"]) -> Float[Array, "N D"]:
-        """Embeddings of tokens, on all ranks that share the vocabulary."""
-        return self._rows_of(gathered(self.embedding), tokens_N)
+        """The decoder's input of text tokens, on all ranks that share the vocabulary."""
+        return self._multiplied(self._rows_of(gathered(self.embedding), tokens_N))
 
     def _rows_of(self, matrix_VD: Array, tokens_N: Array) -> Array:
         """matrix: the gathered embedding or head."""

@@ -12,6 +12,7 @@ from jaxtyping import Float64
 
 from jaxthd.config import Config
 from jaxthd.data.prompts import Prompt, PromptStream
+from jaxthd.data.text.answers import answer_form
 from jaxthd.data.text.prompt import PromptTemplate, answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.objectives.grpo import ADVANTAGE, DRAWN, RECORDED
@@ -91,7 +92,7 @@ class Collector:
         self._settings, self._seed = config.rollout, config.train.seed
         self._prompts, self._rewards = prompts, rewards
         self._placeholder = config.data.audio_placeholder
-        self._tokenizer = load_tokenizer(config.data.tokenizer)
+        self._tokenizer, self._form = load_tokenizer(config.data.tokenizer), answer_form(config.data.answer)
         self._stop_ids = PromptTemplate(config.data, self._tokenizer).stop_ids
         self.rollouts = Rollouts(config, mesh, stop_ids=self._stop_ids)
 
@@ -164,7 +165,7 @@ class Collector:
             prompt=" ".join(part if isinstance(part, str) else self._placeholder for part in parts),
             reference=prompt.reference,
             fields=prompt.example.fields,
-            answers=tuple(map(self._tokenizer.decode, texts)),
+            answers=tuple(self._form.read(self._tokenizer.decode(text)) for text in texts),
             tokens=tuple(len(answer.tokens) for answer in answers),
             ended=tuple(answer.ended for answer in answers),
         )

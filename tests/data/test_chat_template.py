@@ -17,6 +17,7 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.render import Renderer, RenderError
 from jaxthd.data.text.tokenizer import ByteTokenizer, FileTokenizer, load_tokenizer
 from jaxthd.errors import UserError
+from tests.hf.speech_folders import ANSWERS, ASKS, RECOGNISER
 
 CHAT = Path(__file__).parents[1] / "references" / "chat"
 EXPECTED: dict[str, dict[str, Any]] = json.loads((CHAT / "expected.json").read_text())
@@ -180,7 +181,6 @@ def test_recordings_are_written_as_the_template_can(tmp_path: Path):
             "{{ messages[0].content }}",
             "changes the answer 'It is so.', or what is around it, and the text holds",
         ),
-        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "writes no special token after an answer"),
     ],
 )
 def test_templates_that_cannot_be_used_are_refused(tmp_path: Path, template: str, what: str):
@@ -270,3 +270,42 @@ def test_a_prompt_template_takes_it_from_the_configuration(tmp_path: Path):
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(UserError, match=r"there is none beside .*chat_template\.jinja"):
         PromptTemplate(data, load_tokenizer(tmp_path))
+
+
+def test_a_recogniser_s_template_takes_recordings_alone(tmp_path: Path):
+    """What the user says is refused, not lost; an answer that the template leaves out follows the prompt."""
+    for template, has_answers in ((RECOGNISER + ANSWERS + ASKS, True), (RECOGNISER + ASKS, False)):
+        tokenizer = checkpoint(tmp_path, template.replace("<|audio_pad|>", "<so_embedding>"))
+        chat = ChatTemplate(tokenizer, {})
+        system = (Turn("system", ("Names: Ann.",)),)
+        asked = (*system, Turn("user", (CLIP,)))
+        ids, marks = chat.written((*asked, Turn("assistant", ("One two.",))))
+        prompt = chat.prompt(asked)
+        assert shown(tokenizer, prompt).startswith("<|im_start|>system\nNames: Ann.<|im_end|>\n")
+        assert ids[: len(prompt)] == prompt
+        assert not any(marks[: len(prompt)])
+        answer = shown(tokenizer, ids[len(prompt) :])
+        assert answer == ("One two.<|im_end|>\n" if has_answers else "One two.<|im_end|>")
+        assert chat.end_id == tokenizer.encode_marks("<|im_end|>")[0]
+        with pytest.raises(ValueError, match="the user says more"):
+            chat.written((Turn("user", (CLIP, "What is said?")), Turn("assistant", ("It is.",))))
+    with pytest.raises(UserError, match="the last turn's is not the only one"):
+        chat.written((*asked, TWICE[1], Turn("user", (CLIP,)), TWICE[3]))
+
+
+def test_an_answer_without_an_end_gets_the_tokenizer_s(tmp_path: Path):
+    """Earlier ones end with the mark of the next turn, if that ends answers."""
+    asks = "{% if add_generation_prompt %}<|start|>{% endif %}"
+    template = "{% for m in messages %}<|start|>{{ m.content }}{% endfor %}" + asks
+    tokenizer = checkpoint(tmp_path, template)
+    chat = ChatTemplate(tokenizer, {})
+    assert chat.end_id == tokenizer.eos_id
+    ids, marks = chat.written(ASKED)
+    assert shown(tokenizer, ids) == "<|start|>Is it?<|start|>It is.<|im_end|>"
+    assert shown(tokenizer, [x for x, mark in zip(ids, marks, strict=True) if mark]) == "It is.<|im_end|>"
+
+
+def test_another_template_may_be_given(tmp_path: Path):
+    tokenizer = checkpoint(tmp_path, "{{ raise_exception('not this') }}")
+    template = PromptTemplate(DataConfig(template="chat_template", template_source=CHATML), tokenizer)
+    assert shown(tokenizer, template(ASKED)[0]).startswith("<|im_start|>user\nIs it?<|im_end|>")

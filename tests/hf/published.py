@@ -21,18 +21,20 @@ from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
 from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
 from jaxthd.files.tensor_names import Tensor
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
-from jaxthd.packing.document import Document, audio_pieces
+from jaxthd.packing.document import AudioPiece, Document, audio_pieces
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from tests.clips import clip_of
+from tests.references.waves import wave
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
 QWEN = ("qwen3", "qwen3_moe", "qwen3_next")
 DEEPSEEK = ("deepseek_v3", "moonlight")
 SALM = ("salm", "salm_layers", "salm_qformer", "salm_automodel")
-FAMILIES = (*LLMS, *QWEN, *DEEPSEEK, "gpt_oss", "nemotron_omni", *SALM)
+LLAMAS = ("llama", "mistral", "qwen2", "granite")
+FAMILIES = (*LLMS, *QWEN, *LLAMAS, *DEEPSEEK, "gpt_oss", "nemotron_omni", *SALM)
 CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(
     # Used where the checkpoint has no encoder.
@@ -100,8 +102,11 @@ class Published(NamedTuple):
         if f"samples.{number}" in self.arrays:
             return self._of_recording(number, tokens)
         mels = self.arrays.get(f"mels.{number}")
-        is_audio = tokens == (47 if mels is not None else -1)
+        seconds = self.arrays.get(f"seconds.{number}")
+        is_audio = tokens == (47 if mels is not None or seconds is not None else -1)
         supervised = np.arange(len(tokens)) > (np.flatnonzero(is_audio)[-1] if is_audio.any() else 0)
+        if seconds is not None:
+            return Document(str(number), tokens, is_audio, supervised, self.audio(number))
         chunks = [] if mels is None else [mels]
         assert is_audio.sum() == sum(-(-(len(x)) // 8) for x in chunks)
         return Document(str(number), tokens, is_audio, supervised, tuple(clip_of(chunks)))
@@ -114,6 +119,24 @@ class Published(NamedTuple):
         supervised = np.arange(len(tokens)) > np.flatnonzero(tokens == placeholder)[-1]
         return Document.splice(str(number), tokens.tolist(), supervised.tolist(), [pieces], placeholder)
 
+    def audio(self, number: int) -> tuple[AudioPiece, ...]:
+        """The pieces of a document's recordings, which waves.py makes."""
+        front_end = self.config.model.audio_encoder
+        recordings = zip(self.arrays[f"seeds.{number}"], self.arrays[f"seconds.{number}"], strict=True)
+        found = []
+        for samples in (wave(int(seed), seconds) for seed, seconds in recordings):
+            found += audio_pieces(front_end.pieces(len(samples)), front_end.features(samples, None))
+        return tuple(found)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The capacities of a buffer with all documents."""
+        if not any(name.startswith("seconds.") for name in self.arrays):
+            return {"capacity": CAPACITY, "audio_capacity": AUDIO if "mels.0" in self.arrays else 0}
+        documents, front_end = map(self.document, self.numbers), self.config.model.audio_encoder
+        tokens, frames = zip(*((len(d), front_end.taken(d.pieces)) for d in documents), strict=True)
+        return {"capacity": sum(tokens), "audio_capacity": sum(frames)}
+
     def gradients(self) -> dict[str, np.ndarray]:
         """The library's gradients by jaxthd's names."""
         shapes = shapes_of(self.config)
@@ -125,15 +148,16 @@ class Published(NamedTuple):
         return arranged([t for t in tensors if t.slices], theirs, shapes)
 
     def run(
-        self, numbers: Sequence[int], capacity: int = CAPACITY, audio_capacity: int = AUDIO, **how: Any
+        self, numbers: Sequence[int], **how: Any
     ) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
-        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names). how: of
-        `document`."""
+        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names). how:
+        capacity, audio_capacity, in place of `sizes`; the rest is of `document`."""
+        sizes = {name: how.pop(name, size) for name, size in self.sizes.items()}
         documents = [self.document(n, **how) for n in numbers]
         batch, _ = pack_row(
             documents,
-            capacity=capacity,
-            audio_capacity=audio_capacity if any(d.pieces for d in documents) else 0,
+            capacity=sizes["capacity"],
+            audio_capacity=sizes["audio_capacity"] if any(d.pieces for d in documents) else 0,
             front_end=self.config.model.audio_encoder,
             max_documents=8,
             order_seed=None,

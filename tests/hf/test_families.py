@@ -21,9 +21,14 @@ from tests.hf.published import DEEPSEEK, LLMS, QWEN, SALM, Published, published
         "nemotron_omni",
         *SALM,
         *QWEN,
+        "qwen2",
+        "granite",
         DEEPSEEK[0],
         "gpt_oss",
-        *(pytest.param(name, marks=pytest.mark.exhaustive) for name in (*LLMS, *DEEPSEEK[1:])),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in (*LLMS, "llama", "mistral", *DEEPSEEK[1:])
+        ),
     ],
 )
 def family(request, tmp_path_factory) -> Published:

@@ -144,9 +144,7 @@ def test_lora_starts_as_nothing_with_pefts_spread():
 def test_a_target_starts_as_without_the_others():
     adapters = []
     for targets in (("*",), ("out",)):
-        adapters.append(
-            Adapter(MODEL.audio_encoder.dim, MODEL.adapter_dim, MODEL.llm, Init(jax.random.key(0)))
-        )
+        adapters.append(Adapter(MODEL.audio_encoder.dim, MODEL, Init(jax.random.key(0))))
         add_lora(adapters[-1], replace(LORA, lora_targets=targets), jax.random.key(1))
     both, one = adapters
     assert one.up.lora is None

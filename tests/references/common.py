@@ -17,12 +17,13 @@ Arrays = dict[str, np.ndarray]
 
 def arguments(doc: str | None) -> argparse.Namespace:
     """Parses the options. out: the folder for references. checkpoints: where save_pretrained's folders are
-    kept, or None. seed: the first seed to try.
+    kept, or None. seed: the first seed to try. only: names of the references to make; none: all.
     """
     parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=FOLDER)
     parser.add_argument("--checkpoints", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", nargs="+", default=[])
     return parser.parse_args()
 
 

@@ -16,6 +16,10 @@ entry for each expert, and NemotronH's prefix "backbone.".
                         layers of experts
     deepseek_v3         a latent for queries, a dense layer before two of experts, groups of experts, YaRN
     moonlight           no latent for queries, one group, two shared experts
+    llama               all projections with biases, heads wider than their share, Llama 3's positions
+    mistral             windows in all layers
+    qwen2               biases of queries, keys and values, a window in the last layers
+    granite             four multipliers; the head tied to the embedding
     gpt_oss             windows shorter than two documents and as long as one; gates and ups reach the limit
 
 Keys (c a document's number, i a layer's):
@@ -83,6 +87,14 @@ QWEN3: dict[str, Any] = {
     "num_attention_heads": 6,
     "head_dim": 10,
     "intermediate_size": 36,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+}
+LLAMA: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "intermediate_size": 38,
     "rms_norm_eps": 1e-5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
 }
@@ -195,6 +207,53 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
         },
     ),
+    "llama": (
+        "Llama",
+        {
+            **LLAMA,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "head_dim": 10,
+            "attention_bias": True,
+            "mlp_bias": True,
+            "rope_parameters": {
+                "rope_type": "llama3",
+                "rope_theta": 1e3,
+                "factor": 4.0,
+                "original_max_position_embeddings": 16,
+                "low_freq_factor": 1.0,
+                "high_freq_factor": 4.0,
+            },
+        },
+    ),
+    "mistral": (
+        "Mistral",
+        {**LLAMA, "num_hidden_layers": 2, "num_key_value_heads": 1, "head_dim": 14, "sliding_window": 5},
+    ),
+    "qwen2": (
+        "Qwen2",
+        {
+            **LLAMA,
+            "num_hidden_layers": 3,
+            "num_key_value_heads": 3,
+            "use_sliding_window": True,
+            "sliding_window": 7,
+            "max_window_layers": 1,
+        },
+    ),
+    "granite": (
+        "Granite",
+        {
+            **LLAMA,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
+            "embedding_multiplier": 3.0,
+            "residual_multiplier": 0.22,
+            "attention_multiplier": 0.4,
+            "logits_scaling": 1.7,
+            "tie_word_embeddings": True,
+        },
+    ),
     "gpt_oss": (
         "GptOss",
         {
@@ -247,7 +306,7 @@ def randomize_others(model: torch.nn.Module, kind: str) -> None:
                 x.uniform_(-3.0, 1.5)
             elif x.ndim == 1 or name.endswith("_bias"):
                 zero_centred = kind == "Qwen3Next" and "linear_attn" not in name
-                is_bias = kind == "GptOss" and "norm" not in name
+                is_bias = name.endswith(".bias") or (kind == "GptOss" and "norm" not in name)
                 x.normal_(0.0 if zero_centred or is_bias else 1.0, 0.3)
             else:
                 # GPT-OSS's experts are stored [in, out], the others' [out, in].
@@ -361,7 +420,7 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
 
 def main() -> None:
     options = arguments(__doc__)
-    for name in VARIANTS:
+    for name in options.only or VARIANTS:
         write(name, options, lambda seed, folder, name=name: reference(name, seed, folder))  # type: ignore[misc]
 
 

@@ -5,7 +5,12 @@ Without them, each text of the turns is replaced by a sign, one at a time, and t
 is the span of the text. An answer begins where the prompt for it ends, so it includes what the template
 writes before the answer's text. It ends with the token that ends the answer, if generation ends there too:
 GPT-OSS's template writes <|return|> after the last answer, and after earlier ones <|end|>, at which no
-decoding stops, since it also ends thoughts.
+decoding stops, since it also ends thoughts. Where a template writes no special token after the last answer,
+the tokenizer's end-of-text token follows it.
+
+The template of a speech recogniser may write recordings alone: what the user says beside them is refused. If
+it leaves out answers too (Qwen3-ASR), the last turn's follows the prompt, and the end-of-text token follows
+that, as in the published training.
 """
 
 import reprlib
@@ -47,6 +52,7 @@ class ChatTemplate:
     """Turns -> token ids as transformers' apply_chat_template gives them: the whole text is encoded at once.
 
     options: variables of the template, such as enable_thinking, besides the checkpoint's special tokens.
+    source: of a template in place of the checkpoint's.
     The template gets a turn's content as a string with placeholders for recordings; or, if it reads these, as
     a list of {"type": "audio"} and {"type": "text"}. A recording becomes tokenizer.recording.
     end_id: the token that the template writes after an answer.
@@ -56,9 +62,9 @@ class ChatTemplate:
     token, alone or together with what the template writes beside it.
     """
 
-    def __init__(self, tokenizer: FileTokenizer, options: Mapping[str, Any]) -> None:
-        source = tokenizer.special.chat_template
-        if source is None:
+    def __init__(self, tokenizer: FileTokenizer, options: Mapping[str, Any], source: str = "") -> None:
+        source = source or tokenizer.special.chat_template or ""
+        if not source:
             raise UserError(
                 f'data.template is "chat_template" and there is none beside {tokenizer.path}; expected a '
                 "chat_template.jinja, or a chat_template in tokenizer_config.json: choose another "
@@ -68,15 +74,20 @@ class ChatTemplate:
         self._variables = {**tokenizer.special.tokens, **options, "tools": None, "documents": None}
         self._mark = tokenizer.audio_text or _RECORDING
         self._has_strings = self._writes(_SIGN, 0)
+        self._hears_alone = False
         if not self._has_strings and not self._writes([_text(_SIGN)], 0):
-            self._rendered([([{"role": "user", "content": _SIGN}], True)])  # may raise the reason
-            raise UserError(self._complaint("leaves out what the user says"))
-        self._has_recordings = self._writes([_AUDIO_PART, _text(_SIGN)], 1)
+            self._hears_alone = self._writes([_AUDIO_PART, _text(_SIGN)], 1, signs=0)
+            if not self._hears_alone:
+                self._rendered([([{"role": "user", "content": _SIGN}], True)])  # may raise the reason
+                raise UserError(self._complaint("leaves out what the user says"))
+        self._has_recordings = self._hears_alone or self._writes([_AUDIO_PART, _text(_SIGN)], 1)
+        self._has_answers = self._has_ends = True
         self.end_id = tokenizer.eos_id
         self.end_id = self._find_end()
 
-    def prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of the turns, and of what the template writes before the assistant's answer to them."""
+    def prompt(self, turns: Sequence[Turn], language: str = "") -> list[int]:
+        """Token ids of the turns, and of what the template writes before the assistant's answer to them.
+        Templates are not told the language."""
         self._check_texts(turns)
         signed = self._signed(turns).values()
         whole, *others = self._render([(turns, True), *((other, True) for other in signed)])
@@ -84,9 +95,11 @@ class ChatTemplate:
         self._check_specials(whole.text, tokens, [_span_of(whole, other) for other in others])
         return self._expanded(tokens, [False] * len(tokens))[0]
 
-    def written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+    def written(self, turns: Sequence[Turn], language: str = "") -> tuple[list[int], list[bool]]:
         """Returns (token ids of the conversation, whether each is supervised). Answers and their ends are."""
         self._check_texts(turns)
+        if not self._has_answers:
+            return self._answered(turns)
         signed = self._signed(turns)
         asked = [k for k, turn in enumerate(turns) if turn.role == "assistant" and k]
         others = [*((other, False) for other in signed.values()), *((turns[:k], True) for k in asked)]
@@ -98,7 +111,20 @@ class ChatTemplate:
         supervised = [False] * len(tokens)
         for start, end in whole.supervised or self._answers(whole.text, turns, spans, prompts):
             self._supervise(tokens, supervised, start, end)
-        return self._expanded(tokens, supervised)
+        ids, marks = self._expanded(tokens, supervised)
+        has_end = self._has_ends or turns[-1].role != "assistant"
+        return (ids, marks) if has_end else ([*ids, self.end_id], [*marks, True])
+
+    def _answered(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+        """As `written`, of turns whose only answer is the last one, by a template that leaves it out."""
+        *asked, last = turns
+        if any(turn.role == "assistant" for turn in asked) or not asked:
+            raise UserError(self._complaint("leaves out answers, and the last turn's is not the only one"))
+        prompt = self.prompt(asked)
+        if last.role != "assistant":
+            return prompt, [False] * len(prompt)
+        answer = [*self._tokenizer.encode(str(last.parts[0])), self.end_id]
+        return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
     def _answers(
         self,
@@ -186,14 +212,14 @@ class ChatTemplate:
         turns = (Turn("user", ("Is it?",)), Turn("assistant", ("It is so.",)))
         signed = (turns[0], Turn("assistant", (_SIGN,)))
         whole, other = self._render([(turns, False), (signed, False)])
+        if self._hears_alone and _SIGN not in other.text:
+            self._has_answers = False
+            return self._tokenizer.eos_id
         _, answered = _span_of(whole, other) or self._only_span(whole.text, "It is so.")
         tokens = [token for token in self._encode(whole.text, turns) if token.start >= answered]
         end = next((token.id for token in tokens if self._is_mark(token)), None)
-        if end is None:
-            raise UserError(
-                self._complaint("writes no special token after an answer: nothing would tell where one ends")
-            )
-        return end
+        self._has_ends = end is not None
+        return self._tokenizer.eos_id if end is None else end
 
     # --- text ---
 
@@ -223,13 +249,13 @@ class ChatTemplate:
             return {"role": turn.role, "content": "".join(self._mark if t is None else t for t in texts)}
         return {"role": turn.role, "content": [_AUDIO_PART if t is None else _text(t) for t in texts]}
 
-    def _writes(self, content: Any, recordings: int) -> bool:
-        """Whether a message with this content becomes a text with one sign and so many recordings."""
+    def _writes(self, content: Any, recordings: int, signs: int = 1) -> bool:
+        """Whether a message with this content becomes a text with so many signs and recordings."""
         try:
             (text,) = self._rendered([([{"role": "user", "content": content}], True)])
         except UserError:
             return False
-        return text.count(_SIGN) == 1 and text.count(self._mark) == recordings
+        return text.count(_SIGN) == signs and text.count(self._mark) == recordings
 
     def _signed(self, turns: Sequence[Turn]) -> dict[tuple[int, int], list[Turn]]:
         """For each text, by (turn, part) numbers: the turns with the sign in place of that text."""
@@ -251,6 +277,11 @@ class ChatTemplate:
                     if not _RESERVED.isdisjoint(part):
                         raise ValueError(f"text {part!a} holds what Unicode assigns to no character")
                     self._tokenizer.encode(part)
+            if turn.role == "user" and self._hears_alone and any(isinstance(x, str) for x in turn.parts):
+                raise ValueError(
+                    "the chat template writes recordings alone, and the user says more: set data.prompt to "
+                    "the placeholder alone"
+                )
             if turn.role == "assistant":
                 answer = turn.parts[0] if len(turn.parts) == 1 else None
                 if not isinstance(answer, str) or not answer.strip():

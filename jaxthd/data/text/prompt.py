@@ -10,11 +10,12 @@ import numpy as np
 from jaxthd.config import DataConfig
 from jaxthd.data.example import Turn
 from jaxthd.data.text.chat_template import ChatTemplate
+from jaxthd.data.text.mistral import MistralTemplate, TekkenTokenizer
 from jaxthd.data.text.tokenizer import FileTokenizer, Tokenizer
 from jaxthd.errors import UserError
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-TEMPLATES = ("plain", "chatml", "chat_template")
+TEMPLATES = ("plain", "chatml", "chat_template", "mistral")
 """Values of data.template."""
 
 
@@ -24,6 +25,7 @@ class PromptTemplate:
     "plain": bos, then the turns' texts unchanged, with end_id after each assistant turn.
     "chatml": each turn as <|im_start|>role, a line break, the text, end_id, a line break.
     "chat_template": the checkpoint's own (data/text/chat_template.py), with data.template_options.
+    "mistral": as mistral-common writes them (data/text/mistral.py).
     The assistant's text and the end_id after it are supervised. end_id is one token, so that decoding can
     stop at it: in chatml <|im_end|> if the tokenizer has that token, else end-of-text. If the tokenizer has
     no token <|im_start|>, the mark is written as text. If the turns have no system turn, data.system_prompt
@@ -42,7 +44,7 @@ class PromptTemplate:
         self._tokenizer = tokenizer
         self._chatml = data.template == "chatml"
         self._marks = (IM_START, IM_END) if self._chatml else ()
-        self._chat = _chat_template(data, tokenizer) if data.template == "chat_template" else None
+        self._chat = _template_of(data, tokenizer)
         end = tokenizer.encode_marks(IM_END) if self._chatml else []
         self.end_id = end[0] if len(end) == 1 else tokenizer.eos_id
         """The token that ends every assistant turn."""
@@ -60,20 +62,22 @@ class PromptTemplate:
             except ValueError as error:
                 raise UserError(f"{setting}: {error}") from error
 
-    def __call__(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:
+    def __call__(self, turns: Sequence[Turn], language: str = "") -> tuple[list[int], list[bool]]:
+        """language: of the recordings, where the template can name it: a code such as "en"; "": not told."""
         turns = self._with_system(turns)
-        return self._chat.written(turns) if self._chat else self._written(turns)
+        return self._chat.written(turns, language) if self._chat else self._written(turns)
 
-    def prompt(self, turns: Sequence[Turn]) -> list[int]:
-        """Token ids of the turns up to where the assistant's next answer begins. Raises as __call__ does."""
+    def prompt(self, turns: Sequence[Turn], language: str = "") -> list[int]:
+        """Token ids of the turns up to where the assistant's next answer begins. language, what it raises: as
+        of __call__."""
         turns = self._with_system(turns)
         if self._chat:
-            return self._chat.prompt(turns)
+            return self._chat.prompt(turns, language)
         start = self._tokenizer.encode_marks(f"{IM_START}assistant\n") if self._chatml else []
         return self._written(turns)[0] + start
 
     def answers(
-        self, turns: Sequence[Turn], texts: Sequence[str]
+        self, turns: Sequence[Turn], texts: Sequence[str], language: str = ""
     ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
         """Returns (token ids of the prompt, for each text: token ids of it as the assistant's answer, its end
         included, and which of them are supervised).
@@ -81,9 +85,9 @@ class PromptTemplate:
         Raises as __call__ does, and ValueError where the template writes the turns otherwise before an answer
         than where one begins.
         """
-        prompt, found = self.prompt(turns), []
+        prompt, found = self.prompt(turns, language), []
         for text in texts:
-            tokens, supervised = self([*turns, Turn("assistant", (text,))])
+            tokens, supervised = self([*turns, Turn("assistant", (text,))], language)
             end = max(np.flatnonzero(supervised), default=-1) + 1
             if tokens[: len(prompt)] != prompt or end <= len(prompt):
                 raise ValueError(
@@ -168,10 +172,20 @@ def answer_of(tokens: Sequence[int], stop_ids: Collection[int]) -> tuple[list[in
     return kept, len(kept) < len(tokens)
 
 
-def _chat_template(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate:
+def _template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | MistralTemplate | None:
+    """The template that writes whole conversations, if data.template is one."""
+    if data.template == "mistral":
+        if not isinstance(tokenizer, TekkenTokenizer):
+            raise UserError(
+                f'data.template is "mistral" with data.tokenizer {data.tokenizer!r}; expected a tekken.json, '
+                "or a folder with one: correct data.tokenizer, or choose another data.template"
+            )
+        return MistralTemplate(tokenizer)
+    if data.template != "chat_template":
+        return None
     if not isinstance(tokenizer, FileTokenizer):
         raise UserError(
             f'data.template is "chat_template" with data.tokenizer {data.tokenizer!r}, which has none; '
             "expected the folder of a checkpoint: correct data.tokenizer, or choose another data.template"
         )
-    return ChatTemplate(tokenizer, data.template_variables)
+    return ChatTemplate(tokenizer, data.template_variables, data.template_source)

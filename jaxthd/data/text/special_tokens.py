@@ -12,6 +12,8 @@ from jaxthd.errors import UserError
 
 _AUDIO_ID = ("audio_token_id", "sound_context_token_id", "audio_token_index")
 """Names of audio_id in config.json: in most families; in the first Nemotron-Omni; in Qwen2-Audio."""
+_ABOVE = "thinker_config"
+"""Key under which the config.json of a model of several parts has the one that hears and writes."""
 _TEXT_CONFIG = ("text_config", "llm_config")
 """Keys under which the config.json of a model with an audio encoder has its language model's settings."""
 
@@ -46,6 +48,8 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
         _object(folder / name) for name in ("tokenizer_config.json", "special_tokens_map.json")
     )
     of_model, of_generation = (_object(folder / name) for name in ("config.json", "generation_config.json"))
+    if isinstance(below := of_model.get(_ABOVE), dict):
+        of_model = {**below, **of_model}
     inner = (of_model.get(name) for name in _TEXT_CONFIG)
     nested: dict[str, Any] = next((config for config in inner if isinstance(config, dict)), {})
     models = [

@@ -9,6 +9,8 @@ from typing import Protocol, runtime_checkable
 import tokenizers
 
 from jaxthd.config import Config
+from jaxthd.data.text.mistral import FILE as TEKKEN
+from jaxthd.data.text.mistral import TekkenTokenizer
 from jaxthd.data.text.special_tokens import SpecialTokens, read_special_tokens
 from jaxthd.data.text.synthetic import tokenizer_file
 from jaxthd.errors import UserError
@@ -90,7 +92,7 @@ _EOS = (
 )
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>")
 _UNKNOWN = ("<unk>", "[UNK]", "<|unk|>")
-_AUDIO = ("<audio>", "<|audio|>", "<so_embedding>", "<|AUDIO|>", "<|audioplaceholder|>")
+_AUDIO = ("<audio>", "<|audio|>", "<so_embedding>", "<|AUDIO|>", "<|audioplaceholder|>", "<|audio_pad|>")
 _TAG = re.compile(r"<(spk:\d+|(ev|sty):[^<>]*)>", re.IGNORECASE)
 """Special tokens that transcripts hold: of a speaker whose turn begins, of an event, of a style."""
 _AROUND = {"<so_embedding>": ("<so_start>", "<so_end>")}
@@ -226,16 +228,20 @@ class FileTokenizer:
 
 
 def load_tokenizer(name_or_path: str | Path) -> Tokenizer:
-    """Loads a tokenizer: "bytes", "synthetic", the path of a tokenizer.json, or a folder with one.
+    """Loads a tokenizer: "bytes", "synthetic", the path of a tokenizer.json or a tekken.json, or a folder
+    with one of them.
 
-    The other files of a folder say which tokens are special. Raises as FileTokenizer and read_special_tokens
-    do.
+    The other files of a folder say which tokens are special. Raises as FileTokenizer, TekkenTokenizer and
+    read_special_tokens do.
     """
     if name_or_path == "bytes":
         return ByteTokenizer()
     if name_or_path == "synthetic":
         return FileTokenizer(tokenizer_file())
     path = home_path(name_or_path)
+    tekken = path / TEKKEN if path.is_dir() and not (path / "tokenizer.json").exists() else path
+    if tekken.name == TEKKEN and tekken.is_file():
+        return TekkenTokenizer(tekken)
     if path.is_dir():
         return FileTokenizer(path / "tokenizer.json", read_special_tokens(path))
     return FileTokenizer(path)

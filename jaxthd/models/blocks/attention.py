@@ -71,12 +71,20 @@ class Attention(Block):
     """Whether each head has a learnt score that stands beside its keys in the softmax (GPT-OSS)."""
     bias: bool = False
     """Whether the four projections have biases (GPT-OSS)."""
+    out_bias: bool = True
+    """Whether the output's projection has one too, where the others have biases (Qwen2: no)."""
+    scale: float = 0.0
+    """Factor on the scores (Granite: attention_multiplier); 0: 1 / sqrt(head_dim)."""
     gate: bool = False
     """Whether outputs are multiplied by the sigmoid of a projection of the input (Qwen3-Next)."""
 
     @classmethod
     def usual(cls) -> dict[str, Block]:
         return {"*": cls(), "W": cls(window=128)}
+
+    @property
+    def without_effect(self) -> tuple[str, ...]:
+        return () if self.bias else ("out_bias",)
 
     @property
     def label(self) -> str:
@@ -126,11 +134,11 @@ class AttentionMixer(nnx.Module):
         init = Init.of(init, compute)
         heads, shared = over_tensor(block.heads), over_tensor(block.kv_heads)
         inner, values = block.heads * block.head_dim, block.kv_heads * block.head_dim
-        bias = block.bias
+        bias, out_bias = block.bias, block.bias and block.out_bias
         self.q = Linear(llm.dim, inner, init, bias=bias, sharded_out=heads)
         self.k = Linear(llm.dim, values, init, bias=bias, sharded_out=shared)
         self.v = Linear(llm.dim, values, init, bias=bias, sharded_out=shared)
-        self.out = Linear(inner, llm.dim, init, bias=bias, std=residual_std(inner, llm), sharded_in=heads)
+        self.out = Linear(inner, llm.dim, init, bias=out_bias, std=residual_std(inner, llm), sharded_in=heads)
         self.gate = Linear(llm.dim, inner, init, sharded_out=heads) if block.gate else None
         self.q_norm, self.k_norm = (
             RMSNorm(block.head_dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
@@ -140,6 +148,7 @@ class AttentionMixer(nnx.Module):
         )
         self.sinks = init.zeros((block.heads,), (heads,)) if block.sinks else None
         self.head_dim, self.rope, self.window = block.head_dim, block.rope, block.window
+        self.scale = block.scale or block.head_dim**-0.5
         self.exchange, self.backend = compute.context_exchange, resolve_backend(compute.attention_backend)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -163,7 +172,7 @@ class AttentionMixer(nnx.Module):
         k_nmKd, v_nmKd = state = [
             jnp.where(is_new_nm[..., None, None], x[:, None], old) for old, x in zip(state, new, strict=True)
         ]
-        scale, kv_heads, acc = self.head_dim**-0.5, k_nmKd.shape[2], accumulation_dtype(x_nD)
+        scale, kv_heads, acc = self.scale, k_nmKd.shape[2], accumulation_dtype(x_nD)
         prompt, prompt_lse = now.of_prompts(partial(self._attend_prompts, fixed, now, scale), q_nHd)
         q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
         s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)
@@ -219,7 +228,7 @@ class AttentionMixer(nnx.Module):
             k_NKd,
             v_NKd,
             segments,
-            scale=self.head_dim**-0.5,
+            scale=self.scale,
             exchange=self.exchange,
             backend=self.backend,
             sink_H=self._sink(),

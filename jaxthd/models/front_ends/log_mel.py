@@ -25,8 +25,9 @@ _STD_FLOOR = 1e-5
 
 
 @functools.cache
-def mel_filterbank(bands: int) -> Float64[np.ndarray, "B M"]:
-    """Triangular filters of unit area (per Hz) from 0 to 8000 Hz, B = 257 bins, read-only.
+def mel_filterbank(bands: int, fft: int = _FFT) -> Float64[np.ndarray, "B M"]:
+    """Triangular filters of unit area (per Hz) from 0 to 8000 Hz, for the B = fft / 2 + 1 bins of an FFT of
+    fft points, read-only.
 
     The scale is linear below 1000 Hz (200/3 Hz a mel) and logarithmic above (a factor of 6.4 every 27 mels).
     Raises ValueError for so many bands that one falls between two bins and would always be empty.
@@ -37,14 +38,14 @@ def mel_filterbank(bands: int) -> Float64[np.ndarray, "B M"]:
     mels = np.linspace(0, top_mel, bands + 2)
     edges = np.where(mels < knee_mel, mels * 200 / 3, 1000 * np.exp(step * (mels - knee_mel)))
     low, centre, high = edges[:-2], edges[1:-1], edges[2:]
-    bins_B1 = np.linspace(0, SAMPLE_RATE / 2, _FFT // 2 + 1)[:, None]
+    bins_B1 = np.linspace(0, SAMPLE_RATE / 2, fft // 2 + 1)[:, None]
     rise_BM = (bins_B1 - low) / (centre - low)
     fall_BM = (high - bins_B1) / (high - centre)
     filters_BM = np.maximum(0, np.minimum(rise_BM, fall_BM)) * 2 / (high - low)
     empty = np.flatnonzero(filters_BM.max(axis=0) == 0)
     if len(empty):
         raise ValueError(
-            f"{bands} mel bands leave bands {empty.tolist()} without a bin of the {_FFT}-point spectrum; "
+            f"{bands} mel bands leave bands {empty.tolist()} without a bin of the {fft}-point spectrum; "
             "use 80 or 128"
         )
     filters_BM.flags.writeable = False

@@ -1,0 +1,80 @@
+"""Forms of answers: what a published model writes around a transcript, and reads off its own answers.
+
+A form is one class and one line in FORMS; data.answer names it. Sources give transcripts as they are.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Protocol, runtime_checkable
+
+from jaxthd.errors import UserError
+
+_LANGUAGE_FIELDS = ("language", "lang", "source_lang")
+_LANGUAGES = {
+    **{"ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English"},
+    **{"es": "Spanish", "fa": "Persian", "fi": "Finnish", "fil": "Filipino", "fr": "French", "hi": "Hindi"},
+    **{"hu": "Hungarian", "id": "Indonesian", "it": "Italian", "ja": "Japanese", "ko": "Korean"},
+    **{"mk": "Macedonian", "ms": "Malay", "nl": "Dutch", "pl": "Polish", "pt": "Portuguese"},
+    **{"ro": "Romanian", "ru": "Russian", "sv": "Swedish", "th": "Thai", "tr": "Turkish"},
+    **{"vi": "Vietnamese", "yue": "Cantonese", "zh": "Chinese"},
+}
+
+
+def language_of(fields: Mapping[str, Any]) -> str:
+    """The language that a manifest's line gives ("language", "lang" or "source_lang"): of a code such as
+    en-US or a name such as English the code "en"; of another name that name in small letters; "": none."""
+    given = next((str(fields[name]) for name in _LANGUAGE_FIELDS if fields.get(name)), "").strip().lower()
+    codes = {name.lower(): code for code, name in _LANGUAGES.items()}
+    code = given.replace("_", "-").partition("-")[0]
+    return code if code in _LANGUAGES or len(code) == 2 else codes.get(given, given)
+
+
+@runtime_checkable
+class AnswerForm(Protocol):
+    """The form of an answer."""
+
+    def write(self, text: str, fields: Mapping[str, Any]) -> str:
+        """The answer of a transcript; one that has the form already stays as it is. fields: of the manifest's
+        line (Example.fields)."""
+        ...
+
+    def read(self, answer: str) -> str:
+        """The transcript of an answer; an answer of another form stays as it is."""
+        ...
+
+
+class Plain:
+    """The transcript itself."""
+
+    def write(self, text: str, fields: Mapping[str, Any]) -> str:
+        return text
+
+    def read(self, answer: str) -> str:
+        return answer
+
+
+class Qwen3ASR:
+    """Qwen3-ASR's: language NAME<asr_text>TRANSCRIPT. The name is None where the line gives no language
+    (language_of)."""
+
+    mark = "<asr_text>"
+
+    def write(self, text: str, fields: Mapping[str, Any]) -> str:
+        if self.mark in text:
+            return text
+        code = language_of(fields)
+        return f"language {_LANGUAGES.get(code, code.title()) or None}{self.mark}{text}"
+
+    def read(self, answer: str) -> str:
+        before, mark, text = answer.partition(self.mark)
+        return (text if mark else before).strip()
+
+
+FORMS: dict[str, AnswerForm] = {"plain": Plain(), "qwen3_asr": Qwen3ASR()}
+"""The forms by name."""
+
+
+def answer_form(name: str) -> AnswerForm:
+    """The form of this name. Raises UserError for another."""
+    if name not in FORMS:
+        raise UserError(f"data.answer is {name!r}; expected one of {', '.join(FORMS)}: correct it")
+    return FORMS[name]

@@ -1,0 +1,1 @@
+"""Conformer with attention in blocks and a Q-Former (Granite Speech, 2025)."""

@@ -1,0 +1,1 @@
+"""The audio encoder of Qwen3-ASR and Qwen3-Omni (2025)."""

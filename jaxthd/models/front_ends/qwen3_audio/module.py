@@ -1,0 +1,100 @@
+"""Qwen3's audio encoder over packed windows: no window sees another one.
+
+Legend: A mel frames on this rank, M mel bands, B chunks of 100 frames, F bands after convolutions,
+C channels, E = 13 B outputs, D model dim.
+"""
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import Array
+from jaxtyping import Bool, Float
+
+from jaxthd.config import ComputeConfig
+from jaxthd.models.front_ends.contract import Recordings
+from jaxthd.models.front_ends.qwen3_audio.settings import CHUNK, OUTPUTS, Qwen3Audio, halved
+from jaxthd.models.front_ends.transformer import BlockSizes, Transformer, sinusoids
+from jaxthd.models.layers import Linear
+from jaxthd.ops.product import narrowed
+from jaxthd.packing.segments import Segments, make_segments
+from jaxthd.parallel.params import Init, applied
+
+
+class Conv(nnx.Module):
+    """A 3 x 3 convolution of stride 2 over (frames, bands), with zeros beyond all ends; GELU."""
+
+    def __init__(self, inputs: int, channels: int, init: Init) -> None:
+        self.w = init.normal((3, 3, inputs, channels), std=(9 * inputs) ** -0.5)
+        self.bias = init.zeros((channels,))
+
+    def __call__(self, x_BTFC: Float[Array, "B T F C"]) -> Float[Array, "B t f c"]:
+        y_BTFC = jax.lax.conv_general_dilated(
+            x_BTFC,
+            narrowed(self.w[...], x_BTFC.dtype),
+            window_strides=(2, 2),
+            padding=((1, 1), (1, 1)),
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )
+        return jax.nn.gelu(y_BTFC + self.bias[...].astype(x_BTFC.dtype), approximate=False)
+
+
+class Stem(nnx.Module):
+    """Three convolutions of each chunk alone, then a linear layer over channels and bands."""
+
+    def __init__(self, config: Qwen3Audio, init: Init) -> None:
+        inputs = (1, config.channels, config.channels)
+        self.convs = nnx.List([Conv(n, config.channels, init) for n in inputs])
+        self.out = Linear(config.channels * halved(config.mel_bands), config.dim, init)
+
+    def __call__(self, x_AM: Float[Array, "A M"]) -> Float[Array, "E D"]:
+        x_BTFC = x_AM.reshape(-1, CHUNK, x_AM.shape[1], 1)
+        for conv in self.convs:
+            x_BTFC = conv(x_BTFC)
+        return self.out(x_BTFC.reshape(len(x_BTFC) * OUTPUTS, -1))
+
+
+class Qwen3AudioEncoder(nnx.Module):
+    """The stem, positions that begin anew in each chunk, Transformer blocks, LayerNorm."""
+
+    def __init__(
+        self, config: Qwen3Audio, init: Init | nnx.Rngs, compute: ComputeConfig = ComputeConfig()
+    ) -> None:
+        init = Init.of(init, compute)
+        self.stem = Stem(config, init)
+        sizes = BlockSizes(config.dim, config.heads, config.ffn_dim, key_bias=True)
+        self.transformer = Transformer(sizes, config.layers, init, compute)
+        self.remat = compute.remat != "none"
+        self.keeps_gathered = init.mesh.pipeline == 1
+
+    def __call__(
+        self,
+        features_AM: Float[Array, "A M"],
+        mask_A: Bool[Array, " A"],
+        pieces: Segments,
+        *,
+        recordings: Recordings | None = None,
+        train: bool = False,
+        axes: tuple[str, ...] = (),
+        row_axes: tuple[str, ...] = (),
+    ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
+        """See jaxthd.models.front_ends.contract.Encoder."""
+        x_AM = jnp.where(mask_A[:, None], features_AM, 0)
+        stem: Any = partial(applied, self.stem, keeps_gathered=self.keeps_gathered)
+        x_ED = (jax.checkpoint(stem) if self.remat else stem)(x_AM)
+        place_BO = jnp.arange(OUTPUTS, dtype=jnp.int32)[None]
+        x_ED += jnp.tile(
+            jnp.asarray(sinusoids(OUTPUTS, x_ED.shape[1]), x_ED.dtype), (len(x_ED) // OUTPUTS, 1)
+        )
+        # Of a chunk that is not full, outputs that begin with padding do not count.
+        filled_B1 = halved(mask_A.reshape(-1, CHUNK).sum(axis=1, dtype=jnp.int32)[:, None])
+        is_real_E = (place_BO < filled_B1).reshape(-1)
+        ids_RE, positions_RE = (
+            jnp.where(is_real_E, x, 0).reshape(pieces.rows, -1) for x in (pieces.ids, pieces.positions)
+        )
+        outputs = make_segments(ids_RE, positions_RE, block=pieces.block, axis=None)
+        x_ED = self.transformer.run(x_ED, outputs)
+        x_ED = self.transformer.normed(x_ED, keeps_gathered=self.keeps_gathered)
+        return jnp.where(outputs.valid[:, None], x_ED, 0), {}

@@ -1,0 +1,1 @@
+"""Whisper's encoder (Radford et al., 2022), as speech LLMs have it."""

@@ -1,0 +1,169 @@
+"""Folders of speech LLMs with tokenizer and template, as they are published: tiny, from the references."""
+
+import base64
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from tokenizers import decoders, models, pre_tokenizers
+
+from tests.hf.published import change_published, write_published
+
+CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+RECOGNISER = (
+    "{% set ns = namespace(system='', audio='') %}"
+    "{% for m in messages %}{% if m.role == 'system' %}"
+    "{% for c in m.content if c.type == 'text' %}{% set ns.system = ns.system + c.text %}{% endfor %}"
+    "{% elif m.content is not string %}{% for c in m.content if c.type == 'audio' %}"
+    "{% set ns.audio = ns.audio + '<|audio_start|><|audio_pad|><|audio_end|>' %}{% endfor %}"
+    "{% endif %}{% endfor %}"
+    "{{ '<|im_start|>system\\n' + ns.system + '<|im_end|>\\n' }}"
+    "{{ '<|im_start|>user\\n' + ns.audio + '<|im_end|>\\n' }}"
+)
+"""What the user says beside a recording is left out."""
+ANSWERS = (
+    "{% for m in messages if m.role == 'assistant' %}{{ '<|im_start|>assistant\\n' }}"
+    "{% generation %}{% if m.content is string %}{{ m.content }}"
+    "{% else %}{{ m.content[0].text }}{% endif %}{{ '<|im_end|>\\n' }}{% endgeneration %}{% endfor %}"
+)
+ASKS = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
+GLM = (
+    "{% for m in messages %}{{ '<|' + m.role + '|>\\n' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'audio' %}{{ '<|begin_of_audio|><|pad|><|end_of_audio|>\\n' }}"
+    "{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
+)
+SPECIAL: Mapping[str, tuple[str, ...]] = {
+    "qwen3_asr": (*CHATML, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
+    "qwen2_audio": (*CHATML, "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"),
+    "glmasr": (
+        *("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"),
+        *("<|begin_of_audio|>", "<|end_of_audio|>", "<|pad|>"),
+    ),
+    "granite_speech": ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|audio|>"),
+}
+"""Special tokens; the last one stands for audio."""
+GRANITE = (
+    "{% for m in messages %}{{ '<|start_of_role|>' + m.role + '<|end_of_role|>' + m.content }}"
+    "{{ '<|end_of_text|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
+)
+TEMPLATES = {"qwen3_asr": RECOGNISER + ANSWERS + ASKS, "glmasr": GLM, "granite_speech": GRANITE}
+TEKKEN = (
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
+    *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
+    *("[PREFIX]", "[MIDDLE]", "[SUFFIX]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[TOOL_CONTENT]"),
+    *("[AUDIO]", "[BEGIN_AUDIO]", "[TRANSCRIBE]"),
+)
+ENDS = {
+    "qwen3_asr": "<|im_end|>",
+    "qwen2_audio": "<|im_end|>",
+    "glmasr": "<|endoftext|>",
+    "granite_speech": "<|end_of_text|>",
+}
+
+
+def write_tokenizer(folder: Path, special: tuple[str, ...], end: str, added: tuple[str, ...] = ()) -> int:
+    """Writes a byte-level tokenizer with these special tokens, and others that are text; returns the size of
+    its vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = tokenizers.Tokenizer(models.BPE({x: i for i, x in enumerate(alphabet)}, []))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens(list(special))
+    made.add_tokens(list(added))
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": end, "pad_token": special[0]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": special[0]}))
+    return made.get_vocab_size()
+
+
+def write_tekken(folder: Path) -> int:
+    """Writes a tekken.json of bytes, of the version that Voxtral's has."""
+    tekken: dict[str, Any] = {
+        "config": {
+            "pattern": r"[^\s]+|\s+",
+            "num_vocab_tokens": 256,
+            "default_vocab_size": 256 + len(TEKKEN),
+            "default_num_special_tokens": len(TEKKEN),
+            "version": "v7",
+        },
+        "vocab": [
+            {"rank": i, "token_bytes": base64.b64encode(bytes([i])).decode(), "token_str": None}
+            for i in range(256)
+        ],
+        "special_tokens": [{"rank": i, "token_str": x, "is_control": True} for i, x in enumerate(TEKKEN)],
+        "audio": {
+            "sampling_rate": 16000,
+            "frame_rate": 12.5,
+            "audio_encoding_config": {"num_mel_bins": 128, "hop_length": 160, "window_size": 400},
+            "chunk_length_s": 30.0,
+        },
+        "version": 1,
+        "type": "Tekken",
+    }
+    (folder / "tekken.json").write_text(json.dumps(tekken))
+    return 256 + len(TEKKEN)
+
+
+def write_folder(name: str, folder: Path) -> Path:
+    """The reference's model with more tokens, a tokenizer and, where the published folder has one, a
+    template."""
+    write_published(name, folder)
+    if name == "voxtral":
+        size, audio = write_tekken(folder), TEKKEN.index("[AUDIO]")
+    else:
+        added = ("<asr_text>",) if name == "qwen3_asr" else ()
+        size = write_tokenizer(folder, SPECIAL[name], ENDS[name], added)
+        audio = 256 + len(SPECIAL[name]) - 1
+    if name in TEMPLATES:
+        (folder / "chat_template.jinja").write_text(TEMPLATES[name])
+    rng = np.random.default_rng(0)
+    size = -(-size // 8) * 8  # tensor and pipeline ranks share the vocabulary
+
+    def change(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        """Gives the vocabulary its size, and audio its token."""
+        settings["text_config"]["vocab_size"] = size
+        token = "audio_token_index" if "audio_token_index" in settings else "audio_token_id"
+        settings[token] = audio
+        for where in (settings, settings["text_config"]):
+            for field in ("eos_token_id", "bos_token_id", "pad_token_id"):
+                where.pop(field, None)
+        for key, x in tensors.items():
+            if key.endswith(("embed_tokens.weight", "lm_head.weight")):
+                more = rng.normal(0, x.std(), (size - len(x), x.shape[1]))
+                tensors[key] = np.concatenate([x, more]).astype(np.float32)
+
+    return change_published(folder, change)
+
+
+def as_authors(folder: Path) -> Path:
+    """Turns a folder of Qwen3-ASR in transformers' form into its authors', in place."""
+
+    def change(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        """Moves settings below thinker_config, and renames tensors."""
+        for name in ("initializer_range", "timestamp_token_id", "token_classification_bias"):
+            settings.pop(name, None)
+        inner = {
+            name: settings.pop(name) for name in [*settings] if name not in ("architectures", "model_type")
+        }
+        axes = {"rope_type": "default", "type": "default", "mrope_section": [2, 2, 1]}
+        theta = inner["text_config"].pop("rope_parameters")["rope_theta"]
+        inner["text_config"] |= {
+            "rope_theta": theta,
+            "rope_scaling": {**axes, "interleaved": True, "mrope_interleaved": True},
+        }
+        settings["thinker_config"] = inner
+        for name in [*tensors]:
+            new = name.replace("model.language_model.", "model.", 1)
+            new = new.replace("model.audio_tower.", "audio_tower.", 1)
+            new = new.replace("model.multi_modal_projector.linear_", "audio_tower.proj", 1)
+            tensors[f"thinker.{new}"] = tensors.pop(name)
+
+    if (folder / "chat_template.jinja").exists():
+        (folder / "chat_template.jinja").write_text(RECOGNISER + ASKS)
+    return change_published(folder, change)

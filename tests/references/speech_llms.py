@@ -1,0 +1,306 @@
+"""Writes NAME.npz for each of VARIANTS: tiny random speech LLMs of the transformers library.
+
+    python -m tests.references.speech_llms [--only NAME ...] [--checkpoints FOLDER]
+
+Needs torch and transformers; about a minute. Float32, eval mode. Recordings are those of waves.py, through
+the library's own feature extractors; each of them is encoded alone, whatever else its document holds, and a
+model is given one document at a time. save_pretrained's checkpoints stay in FOLDER, by name.
+
+    qwen3_asr       windows of 2 s in place of 8
+    qwen2_audio     a window of 2 s in place of 30: longer recordings are cut off
+    voxtral         windows of 2 s
+    glmasr          windows of 2 s, rotary positions
+    granite_speech  attention in blocks of 2 s in place of 4; needs torchaudio's Python files
+    NAME_long       the published windows, recordings of 0.3 to 100 s; for the nightly tests
+
+Keys (c is a document's number):
+    config              config.json, as save_pretrained writes it
+    weight.NAME         every tensor on disk
+    seeds.c, seconds.c  its recordings: the arguments of waves.wave
+    tokens.c            int64 [tokens], with one placeholder for every audio token
+    logits.c            [tokens, vocabulary]; of NAME_long those of the text's tokens alone
+    loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over text behind the last recording
+    grad.NAME           gradient of loss, by tensor on disk; not of tables that the library does not train
+"""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from safetensors.numpy import load_file
+
+from tests.references.common import Arrays, arguments, summed_loss, write
+from tests.references.waves import RATE, wave
+
+PLACEHOLDER, VOCABULARY = 47, 48
+MELS = 16
+DOCUMENTS: tuple[tuple[int, tuple[float, ...], int], ...] = (
+    (3, (0.3,), 5),
+    (1, (1.17,), 3),
+    (2, (0.71, 2.33), 4),
+    (4, (), 6),
+    (2, (5.03,), 2),
+)
+"""(prompt tokens, seconds of each recording, text tokens) of each document."""
+LONG = ((2, (0.3,), 3), (1, (31.2, 0.9), 4), (2, (100.0,), 5))
+TEXT: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 24,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "intermediate_size": 38,
+    "num_hidden_layers": 2,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+}
+WHISPER: dict[str, Any] = {"num_mel_bins": MELS, "num_hidden_layers": 2, "num_attention_heads": 2}
+Encoded = Callable[[Any, np.ndarray, int], torch.Tensor]
+"""(model, a recording, seconds of a window) -> its audio tokens' embeddings [tokens, dim]."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """kind: of the library's classes. fields: of the config, by seconds of a window. encoded: of a recording
+    alone. seconds: of a window, published. longest: seconds of a recording that are heard."""
+
+    kind: str
+    fields: Callable[[int], dict[str, Any]]
+    encoded: Encoded
+    seconds: int = 30
+    untrained: tuple[str, ...] = field(default_factory=tuple)
+
+
+def qwen3_asr(seconds: int) -> dict[str, Any]:
+    audio = {
+        "encoder_layers": 2,
+        "d_model": 20,
+        "encoder_attention_heads": 2,
+        "encoder_ffn_dim": 28,
+        "downsample_hidden_size": 6,
+        "num_mel_bins": MELS,
+        "output_dim": TEXT["hidden_size"],
+        "n_window_infer": 100 * seconds,
+    }
+    return {
+        "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 10},
+        "audio_config": {"model_type": "qwen3_asr_encoder", **audio},
+        "audio_token_id": PLACEHOLDER,
+    }
+
+
+def qwen3_asr_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    extractor = transformers.Qwen3ASRFeatureExtractor(feature_size=MELS)
+    options = {"padding": True, "truncation": False, "return_attention_mask": True}
+    found = extractor(samples, sampling_rate=RATE, **options)
+    return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
+
+
+def qwen2_audio(seconds: int) -> dict[str, Any]:
+    audio = {"encoder_layers": 2, "d_model": 20, "encoder_attention_heads": 2, "encoder_ffn_dim": 28}
+    return {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "audio_config": {
+            "model_type": "qwen2_audio_encoder",
+            **audio,
+            "num_mel_bins": MELS,
+            "max_source_positions": 50 * seconds,
+        },
+        "audio_token_index": PLACEHOLDER,
+    }
+
+
+def whisper_features(samples: np.ndarray, seconds: int, **options: Any) -> Any:
+    extractor = transformers.WhisperFeatureExtractor(feature_size=MELS, chunk_length=seconds)
+    given = {"sampling_rate": RATE, "return_tensors": "pt", "return_attention_mask": True}
+    return extractor(samples, **{**given, **options})
+
+
+def qwen2_audio_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    """As the model's forward pass makes them, which has no function for it."""
+    found = whisper_features(samples, seconds, padding="max_length")
+    tower = model.model.audio_tower
+    outputs, tokens = tower._get_feat_extract_output_lengths(found["attention_mask"].sum(-1))
+    most = (found["input_features"].shape[-1] - 2) // 2 + 1
+    mask = (torch.arange(most)[None] < outputs[:, None]).to(torch.long)
+    mask = transformers.masking_utils.create_bidirectional_mask(
+        config=tower.config, inputs_embeds=torch.zeros(1, most, 1), attention_mask=mask
+    )
+    encoded = tower(found["input_features"], attention_mask=mask).last_hidden_state
+    return model.model.multi_modal_projector(encoded)[0, : int(tokens)]
+
+
+def voxtral(seconds: int) -> dict[str, Any]:
+    audio = {**WHISPER, "hidden_size": 20, "intermediate_size": 80, "max_source_positions": 50 * seconds}
+    return {
+        "text_config": {"model_type": "llama", **TEXT, "head_dim": 10},
+        "audio_config": {"model_type": "voxtral_encoder", **audio},
+        "audio_token_id": PLACEHOLDER,
+    }
+
+
+def voxtral_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    """As VoxtralProcessor divides a recording."""
+    extractor = transformers.WhisperFeatureExtractor(feature_size=MELS, chunk_length=seconds)
+    padded = {"padding": True, "truncation": False, "pad_to_multiple_of": RATE * seconds}
+    found = extractor(samples, sampling_rate=RATE, return_tensors="pt", **padded)["input_features"]
+    windows = found.reshape(MELS, -1, 100 * seconds).transpose(0, 1)
+    return model.get_audio_features(windows).pooler_output
+
+
+def glmasr(seconds: int) -> dict[str, Any]:
+    audio = {**WHISPER, "hidden_size": 20, "intermediate_size": 80, "max_position_embeddings": 50 * seconds}
+    return {
+        "text_config": {"model_type": "llama", **TEXT},
+        "audio_config": {"model_type": "glmasr_encoder", **audio},
+        "audio_token_id": PLACEHOLDER,
+    }
+
+
+def glmasr_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    """As GlmAsrProcessor divides a recording."""
+    size = RATE * seconds
+    windows = [samples[start : start + size] for start in range(0, len(samples), size)]
+    found = whisper_features(windows, seconds)
+    return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
+
+
+def granite_speech(seconds: int) -> dict[str, Any]:
+    """seconds: of an attention block."""
+    encoder = {
+        "input_dim": 2 * MELS,
+        "num_layers": 3,
+        "hidden_dim": 20,
+        "num_heads": 2,
+        "dim_head": 6,
+        "feedforward_mult": 2,
+        "output_dim": 7,
+        "context_size": 50 * seconds,
+        "max_pos_emb": 50 * seconds + 12,
+        "conv_kernel_size": 15,
+        "dropout": 0.0,
+    }
+    projector = {
+        "hidden_size": 28,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "intermediate_size": 36,
+        "encoder_hidden_size": 20,
+        "cross_attention_frequency": 2,
+    }
+    multipliers = {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.22,
+        "attention_multiplier": 0.4,
+        "logits_scaling": 1.7,
+    }
+    return {
+        "text_config": {"model_type": "granite", **TEXT, **multipliers},
+        "encoder_config": {"model_type": "granite_speech_encoder", **encoder},
+        "projector_config": {"model_type": "blip_2_qformer", **projector},
+        "audio_token_index": PLACEHOLDER,
+        "has_lora_adapter": False,
+    }
+
+
+def granite_speech_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    found = transformers.GraniteSpeechFeatureExtractor(n_mels=MELS)(samples)
+    encoded = model.get_audio_features(found["input_features"]).pooler_output[0]
+    assert len(encoded) == found["audio_embed_sizes"][0]
+    return encoded
+
+
+VARIANTS = {
+    "qwen3_asr": Variant("Qwen3ASR", qwen3_asr, qwen3_asr_encoded, seconds=8),
+    "qwen2_audio": Variant("Qwen2Audio", qwen2_audio, qwen2_audio_encoded),
+    "voxtral": Variant("Voxtral", voxtral, voxtral_encoded),
+    "glmasr": Variant("GlmAsr", glmasr, glmasr_encoded),
+    "granite_speech": Variant("GraniteSpeech", granite_speech, granite_speech_encoded, seconds=4),
+}
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Gives every weight a value at which an error in its use would show."""
+    with torch.no_grad():
+        for name, x in model.named_parameters():
+            if x.ndim == 1:
+                x.normal_(1.0 if "norm" in name.split(".")[-2] and name.endswith("weight") else 0.0, 0.3)
+            elif "embed" in name or name.endswith("query"):
+                x.normal_(0.0, 0.5)
+            else:
+                x.normal_(0.0, (x.numel() / len(x)) ** -0.5)
+        for name, x in model.named_buffers():
+            if name.endswith("running_var"):
+                x.uniform_(0.5, 2.0)
+            elif name.endswith("running_mean"):
+                x.normal_(0.0, 0.3)
+
+
+def on_disk(model: torch.nn.Module, folder: Path) -> Arrays:
+    """The model's tensors by their names on disk."""
+    model.save_pretrained(folder)
+    return load_file(folder / "model.safetensors")
+
+
+def gradients(model: torch.nn.Module, folder: Path) -> Arrays:
+    """The gradients by the tensors' names on disk; without those of tables that are not trained."""
+    holder = copy.deepcopy(model)
+    with torch.no_grad():
+        for x in holder.buffers():
+            if x.is_floating_point():
+                x.fill_(torch.nan)
+        for (_, p), (_, of) in zip(holder.named_parameters(), model.named_parameters(), strict=True):
+            p.copy_(torch.full_like(p, torch.nan) if of.grad is None else of.grad)
+    return {k: x for k, x in on_disk(holder, folder).items() if x.ndim and not np.isnan(x).any()}
+
+
+def reference(name: str, seed: int, folder: Path) -> Arrays:
+    """All arrays of one archive. folder: where the checkpoint is saved."""
+    short = name.removesuffix("_long")
+    variant, is_long = VARIANTS[short], name != short
+    seconds = variant.seconds if is_long else 2
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{variant.kind}Config")(**variant.fields(seconds))
+    config._attn_implementation = "eager"
+    kind = getattr(transformers, f"{variant.kind}ForConditionalGeneration")
+    model = kind._from_config(config, attn_implementation="eager").eval()
+    randomize(model)
+    weights = on_disk(model, folder)
+    out = {"config": np.asarray((folder / "config.json").read_text())}
+    out |= {f"weight.{k}": v for k, v in weights.items()}
+    loss, number = torch.zeros(()), 0
+    for c, (prompt, recordings, text) in enumerate(LONG if is_long else DOCUMENTS):
+        seeds = np.arange(number, number + len(recordings))
+        number += len(recordings)
+        audio = [variant.encoded(model, wave(s, x), seconds) for s, x in zip(seeds, recordings, strict=True)]
+        parts = [torch.randint(PLACEHOLDER, (prompt,))]
+        for each in audio:
+            parts += [torch.full((len(each),), PLACEHOLDER), torch.randint(PLACEHOLDER, (1,))]
+        tokens = torch.cat([*parts, torch.randint(PLACEHOLDER, (text,))])
+        is_audio = tokens == PLACEHOLDER
+        first = int(is_audio.nonzero().max()) + 1 if audio else 1
+        embedded = model.get_input_embeddings()(torch.where(is_audio, 0, tokens))
+        if audio:
+            embedded = embedded.masked_scatter(is_audio[:, None], torch.cat(audio))
+        logits = model(inputs_embeds=embedded[None], use_cache=False).logits[0]
+        loss = loss + summed_loss(logits, tokens, first)
+        kept = logits[~is_audio] if is_long else logits
+        out |= {f"tokens.{c}": tokens.numpy(), f"logits.{c}": kept.detach().numpy()}
+        out |= {f"seeds.{c}": seeds, f"seconds.{c}": np.asarray(recordings, np.float64)}
+    loss.backward()
+    out |= {f"grad.{k}": v for k, v in gradients(model, folder.with_name(f"{name}_gradients")).items()}
+    return out | {"loss": loss.detach().numpy()}
+
+
+def main() -> None:
+    options = arguments(__doc__)
+    for name in options.only or [n for short in VARIANTS for n in (short, f"{short}_long")]:
+        write(name, options, lambda seed, folder, name=name: reference(name, seed, folder))  # type: ignore[misc]
+
+
+if __name__ == "__main__":
+    main()
