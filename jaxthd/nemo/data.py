@@ -21,8 +21,9 @@ def translate_data(found: Translation) -> None:
             f"for all; expected one input_cfg: write the groups' entries into {TRAIN}.input_cfg, with weights"
         )
     training = data_sets(found, TRAIN)
-    where = {each.where: None for each in training}
-    found.set("data.manifest", tuple(each.manifest for each in training), *where)
+    where = {each.where for each in training}
+    key = where.pop() if len(where) == 1 else f"{TRAIN}.input_cfg"
+    found.set("data.manifest", tuple(each.manifest for each in training), key)
     if any(each.weight is not None for each in training):
         _weigh(found, training)
     if columns := _one(found, training, "columns", lambda each: each.columns):
@@ -43,7 +44,7 @@ def _weigh(found: Translation, training: list[DataSet]) -> None:
         found.note(key, "it is drawn by its size in NeMo; here it has the mean weight of the others")
     mean = math.fsum(known) / len(known)
     weights = tuple(round(mean if each.weight is None else each.weight, 6) for each in training)
-    found.set("data.weights", weights, *(f"{each.where}.weight" for each in training))
+    found.set("data.weights", weights, f"{TRAIN}.input_cfg")
 
 
 def _one(found: Translation, sets: list[DataSet], name: str, value: Any) -> Any:

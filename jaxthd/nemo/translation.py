@@ -125,7 +125,7 @@ def report(translation: Translation) -> Report:
             found.converted.append(key)
         elif not row.is_needed:
             found.unneeded.append(Loss(key, value, _plain(row.text)))
-        elif row.is_off(canonical(place), value):
+        elif row.is_off(canonical(place), value) or _is_in_off_group(translation.experiment, place):
             found.off.append(key)
         else:
             found.lost.append(Loss(key, value, _plain(row.text)))
@@ -139,6 +139,12 @@ def _by_reason(losses: Iterable[Loss]) -> dict[str, list[str]]:
     for key, _, why in losses:
         found.setdefault(why, []).append(key)
     return found
+
+
+def _is_in_off_group(experiment: Experiment, place: Place) -> bool:
+    """Whether a group that the key is in is switched off."""
+    groups = (_text(place[:end]) for end in range(1, len(place)))
+    return any(experiment.get(f"{group}.enabled") is False for group in groups)
 
 
 def _text(place: Place) -> str:

@@ -306,3 +306,11 @@ def test_what_cannot_be_read_is_refused(text: str, overrides: list[str], message
 def test_an_experiment_that_cannot_run_is_refused(changes: Any, message: str, tmp_path: Path):
     with pytest.raises(UserError, match=message):
         import_config(write_experiment(tmp_path, *changes))
+
+
+def test_keys_of_a_group_that_is_off_are_off(tmp_path: Path):
+    off = {"enabled": False, "mask_token_id": 990}
+    _, found = import_config(write_experiment(tmp_path, ("dflash", off)))
+    assert "dflash.mask_token_id" in found.off
+    _, found = import_config(write_experiment(tmp_path, ("dflash", off | {"enabled": True})))
+    assert {loss.key for loss in found.lost} == {"dflash.enabled", "dflash.mask_token_id"}
