@@ -68,7 +68,15 @@ if _typing.TYPE_CHECKING:
     from jaxthd.models.blocks import MoE as MoE
     from jaxthd.models.blocks import Router as Router
     from jaxthd.models.front_ends import FastConformer as FastConformer
+    from jaxthd.models.front_ends import GraniteConformer as GraniteConformer
+    from jaxthd.models.front_ends import QFormer as QFormer
+    from jaxthd.models.front_ends import Qwen3Audio as Qwen3Audio
     from jaxthd.models.front_ends import Stacked as Stacked
+    from jaxthd.models.front_ends import Transcribe as Transcribe
+    from jaxthd.models.front_ends import Whisper as Whisper
+    from jaxthd.models.front_ends.transcribe.settings import Diarizer as Diarizer
+    from jaxthd.models.front_ends.transcribe.settings import SpeakerCache as SpeakerCache
+    from jaxthd.models.front_ends.transcribe.settings import WordTimes as WordTimes
     from jaxthd.models.hybrid import HybridDecoder as HybridDecoder
     from jaxthd.models.speech_lm import SpeechLM as SpeechLM
     from jaxthd.models.stacks import from_stages as from_stages

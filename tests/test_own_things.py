@@ -26,7 +26,11 @@ def lines_with(pattern: str, apart_from: tuple[str, ...]) -> list[str]:
 
 def test_the_front_ends_names_stand_in_their_folder_alone():
     public = ("__init__.py", "config/__init__.py", "models/front_ends/__init__.py")
-    own = ("models/front_ends/fastconformer/", "hf/")
+    own = (
+        *(f"models/front_ends/{x}/" for x in ("fastconformer", "qformer", "granite_conformer")),
+        "hf/",
+        "nemo/",
+    )
     words = "(?i)fastconformer|conformer|subsampling|EncoderConfig|num_mels"
     assert lines_with(words, (*own, *public, OF_OLD_SETTINGS)) == []
     assert lines_with(words, public), "the words are searched for"

@@ -98,16 +98,21 @@ def kind_at(path: str) -> Any:
         if kind == dict[str, Block]:
             kind = type(usual_blocks()[name])
         else:
-            hint = get_type_hints(kind)[name]
+            hint = get_type_hints(_front_end_with(name) if kind is FrontEnd else kind)[name]
             kind = hint if hint == dict[str, Block] else dataclass_in(hint)
-            kind = type(default_front_end()) if kind is FrontEnd else kind
-    return kind
+    return type(default_front_end()) if kind is FrontEnd else kind
+
+
+def _front_end_with(name: str) -> type[FrontEnd]:
+    """The first kind of front end that has a field of this name, the usual one before others."""
+    kinds = (type(default_front_end()), *front_ends().values())
+    return next((kind for kind in kinds if name in get_type_hints(kind)), kinds[0])
 
 
 def value_at(config: Any, path: str) -> Any:
     """The group of settings at this path of a Config; None where the config has none."""
     for name in path.split("."):
-        config = config.get(name) if isinstance(config, dict) else getattr(config, name)
+        config = config.get(name) if isinstance(config, dict) else getattr(config, name, None)
         if config is None:
             return None
     return config

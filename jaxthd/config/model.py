@@ -33,7 +33,7 @@ class LLMConfig:
     residual_multiplier: float = 1.0
     """Factor on what each block adds to the residual (Granite)."""
     logits_scaling: float = 1.0
-    """What logits are divided by (Granite)."""
+    """Divisor of the logits (Granite)."""
     mtp_pattern: str = ""
     """Blocks of one depth of multi-token prediction, such as "*E"; "" for none. It is trained beside
     next-token prediction (train.mtp_loss) and exported; validation, scoring and generation do not use it."""

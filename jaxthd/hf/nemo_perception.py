@@ -35,7 +35,7 @@ PREPROCESSOR: dict[str, Any] = {
     "log": True,
     "frame_splicing": 1,
 }
-"""What is written of the features' settings."""
+"""The features' settings as NeMo writes them."""
 _FEATURES: dict[str, Any] = {
     **PREPROCESSOR,
     "preemph": 0.97,

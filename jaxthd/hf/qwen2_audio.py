@@ -20,7 +20,7 @@ SIZES: Settings = {
     "ffn_dim": Field("encoder_ffn_dim", 5120),
     "positions": Field("max_source_positions", 1500),
 }
-"""What audio_config holds of Whisper's encoder, by Whisper's names."""
+"""Settings of Whisper's encoder in audio_config, by Whisper's names."""
 PLAIN = {"activation_function": "gelu", "scale_embedding": False}
 """Settings of Whisper's encoder that have no other value."""
 
@@ -37,7 +37,7 @@ TEMPLATE = (
     "{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-"""How the library's processor writes turns where a folder has no template."""
+"""The template by which the library's processor writes turns where a folder has none."""
 
 
 def _adapter(encoder: FrontEnd, dim: int) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from jaxthd.models.front_ends import FastConformer
 from jaxthd.nemo.parameters import LLM, Names, frozen, lora_targets, names_of, usual_names
 from jaxthd.nemo.translation import Code, Translation
 
+ALL = "*"
 IDENTITY, CONFORMER = "IdentityConnector", "nemo.collections.asr.modules.ConformerEncoder"
 
 
@@ -179,7 +180,7 @@ def _trained(found: Translation, names: Names) -> None:
     if is_automodel and has_routers and not found.get("model.train_gate", False):
         patterns += ["*.router.*"] * ("decoder.*" not in patterns and not lora)
     if found.get("model.mtp.enabled") and found.get("model.mtp.training_mode") == "head_only":
-        patterns = ["*", "!mtp.*"]
+        patterns = [ALL, "!mtp.*"]
     if lora:
         # A part that has LoRA trains nothing else by itself.
         patterns = [x for x in patterns if not x.startswith(LLM)]

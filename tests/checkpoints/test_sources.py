@@ -62,9 +62,9 @@ def test_a_published_checkpoint_is_a_source(tmp_path: Path):
     assert jaxthd.load_config(tmp_path / "chat").data.template == "chat_template"
 
 
-def test_canary_qwen_is_asked_as_it_was_trained(tmp_path: Path):
+def test_salm_is_asked_as_canary_qwen_was_trained(tmp_path: Path):
     """Its folder has no tokenizer: data.tokenizer is to name one."""
-    write_published("canary_qwen", tmp_path / "canary")
+    write_published("salm", tmp_path / "canary")
     config = published_config([tmp_path / "canary"])
     assert (config.data.template, config.data.prompt) == ("chatml", "Transcribe the following: {audio}")
     assert config.data.tokenizer == "bytes"

@@ -215,7 +215,8 @@ def test_processes_have_as_many_batches_and_count_a_shared_row_once(
         assert len(steps) == len(whole) == 2
         for (size, report, keys), (_, one, all_keys) in zip(steps, whole, strict=True):
             assert size == 2
-            assert report._replace(keys=one.keys) == one
+            assert report._replace(keys=one.keys, seconds=one.seconds) == one
+            assert report.seconds == tuple(one.seconds[row] for row in rows)
             assert [list(k) for k in report.keys] == [all_keys[row] for row in rows]
             assert keys == all_keys
     assert [report.documents for _, report, _ in whole] == [3, 1]

@@ -49,7 +49,9 @@ def other(name: str, value: Any) -> Any:
         return TEXTS[name]
     if isinstance(value, bool):
         return not value
-    return (0.001, *value[1:]) if isinstance(value, tuple) else value + 1
+    if isinstance(value, tuple):
+        return (0.001, *value[1:]) if value else (3,)
+    return value + 1
 
 
 def is_said(name: str) -> bool:

@@ -25,12 +25,12 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.inference.generator import Generator
+from jaxthd.inference.model import load
 from jaxthd.models.stacks import from_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.score import score
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.errors import relative_errors
@@ -207,7 +207,7 @@ def test_nemo_s_models_in_and_out(name: str, nemo: Nemo, tmp_path: Path, record_
     nemo("run", folder, tmp_path / "asked.npz", tmp_path / "found.npz")
     found = dict(np.load(tmp_path / "found.npz"))
 
-    scores = score(config, [folder], documents, every_token=True, top_k=vocabulary)
+    scores = load(folder, config).score(documents, every_token=True, top_k=vocabulary)
     worst = 0.0
     for c, of_document in enumerate(scores):
         want = found[f"log_probs.{c}"][of_document.positions - 1]

@@ -27,12 +27,12 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.inference.generator import Generator
+from jaxthd.inference.model import load
 from jaxthd.models.stacks import from_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
-from jaxthd.score import score
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from jaxthd.train import train
@@ -202,7 +202,9 @@ def compare_scores(
 ) -> float:
     """The largest difference of a log-probability, of all tokens at every scored position."""
     vocabulary, worst = config.model.llm.vocab_size, 0.0
-    for c, of_document in enumerate(score(config, [folder], documents, every_token=True, top_k=vocabulary)):
+    for c, of_document in enumerate(
+        load(folder, config).score(documents, every_token=True, top_k=vocabulary)
+    ):
         want = found[f"log_probs.{c}"]
         inside = of_document.positions <= len(want)
         got = np.zeros((len(of_document.positions), vocabulary), np.float32)

@@ -74,7 +74,7 @@ def test_it_transcribes_files_and_arrays_and_long_ones(folder: Path, model: jaxt
     assert cut.windows == len(in_windows(jaxthd.Clip(folder / "long.wav"), 3.0)) > found[3].windows
     with pytest.raises(UserError, match="1 of 1 could not be used"):
         model.transcribe([folder / "none.wav"])
-    assert model.generator.compilations == 3
+    assert model.generator.programs.made == 3
 
 
 def test_it_generates_from_texts_and_conversations(model: jaxthd.Model):

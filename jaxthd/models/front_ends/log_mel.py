@@ -74,7 +74,7 @@ def filters(bands: int, rounded: bool = False) -> scipy.sparse.csr_array:
 
 
 def _in_bfloat16(x: Float64[np.ndarray, "..."]) -> Float64[np.ndarray, "..."]:
-    """What is left of x in bfloat16, of float32: so checkpoints are rounded."""
+    """Rounds x to float32 and then to bfloat16, as checkpoints are rounded."""
     return x.astype(np.float32).astype(ml_dtypes.bfloat16).astype(np.float64)
 
 

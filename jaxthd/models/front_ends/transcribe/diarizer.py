@@ -38,7 +38,7 @@ class Head(nnx.Module):
 
 
 def _beside(x_EI: Array, pieces: Pieces) -> tuple[Array, Array]:
-    """Of each output that before it and that after it in its piece; 0 where there is none."""
+    """The outputs before and after each one in its piece; 0 where there is none."""
     segments, neighbours = pieces.segments, pieces.neighbours
     x_REI = x_EI.reshape(segments.rows, -1, x_EI.shape[1])
     if neighbours is None:

@@ -21,7 +21,7 @@ from jaxthd.models.front_ends.transcribe.tensors import encoder_table
 
 @dataclass(frozen=True, kw_only=True)
 class SpeakerCache:
-    """What the diarizer remembers of a recording beyond a chunk: outputs of its embedding, from the latest
+    """The diarizer's memory of a recording beyond a chunk: outputs of its embedding, from the latest
     ones in a queue, and for each speaker the clearest ones of all before, in the cache."""
 
     queue: int = 40
@@ -50,7 +50,7 @@ class SpeakerCache:
 
 @dataclass(frozen=True, kw_only=True)
 class Diarizer:
-    """Which of the speakers is heard when: stacked frames, Transformer blocks, a head with the frames' own
+    """Says which of the speakers is heard when: stacked frames, Transformer blocks, a head with the frames' own
     rate. It does not train: its answers are yes or no."""
 
     layers: int = 2

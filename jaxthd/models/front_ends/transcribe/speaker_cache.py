@@ -1,4 +1,4 @@
-"""What a diarizer remembers of a recording from chunk to chunk: a queue of the latest outputs of its
+"""A diarizer's memory of a recording from chunk to chunk: a queue of the latest outputs of its
 embedding, and a cache of earlier ones, the clearest of each speaker.
 
 Sizes change from chunk to chunk, so arrays have room for the most, and their counts go along.

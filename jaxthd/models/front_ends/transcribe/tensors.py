@@ -18,7 +18,7 @@ _ENCODER: Table = {
     "layers.{}.": Below("blocks.", _BLOCK, over="norm1.weight"),
     "final_norm": "final_norm",
 }
-"""Of Transformer and StackedEncoder."""
+"""The names of Transformer and StackedEncoder."""
 
 
 def encoder_table(dim: int, inner: int, frames: int, upsampling: int) -> Table:
