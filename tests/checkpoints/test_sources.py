@@ -76,8 +76,8 @@ def test_what_is_no_source_is_refused_with_what_to_do(run: Path, tmp_path: Path)
         jaxthd.load_config(tmp_path)
     with pytest.raises(FileNotFoundError, match="expected a workdir, a published checkpoint, or a file such"):
         jaxthd.load_config(tmp_path / "none")
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match="model_type 'llama'; expected one of nemotron_h"):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "t5"}))
+    with pytest.raises(UserError, match="model_type 't5'; expected one of nemotron_h"):
         jaxthd.load_config(tmp_path)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match=r"config\.json cannot be read .* copy it anew"):

@@ -34,6 +34,7 @@ TEXTS = {
     "scaling": "yarn",
     "form": "swiglu",
     "scores": "softmax",
+    "adapter_form": "gelu",
 }
 FIELDS = {name: value for name, value in flat(asdict(MODEL), "model.").items() if not name.endswith(".kind")}
 READ_WITH_OTHERS = [

@@ -50,8 +50,8 @@ class SpeakerCache:
 
 @dataclass(frozen=True, kw_only=True)
 class Diarizer:
-    """Says which of the speakers is heard when: stacked frames, Transformer blocks, a head with the frames' own
-    rate. It does not train: its answers are yes or no."""
+    """Says which of the speakers is heard when: stacked frames, Transformer blocks, a head with the frames'
+    own rate. It does not train: its answers are yes or no."""
 
     layers: int = 2
     """Transformer blocks."""
