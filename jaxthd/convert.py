@@ -159,7 +159,8 @@ def _lora_fields(config: Config, arrays: Mapping[str, Any], families: Sequence[F
     if keeps is None or not config.adapt.lora_rank:
         return {}
     adapted = frozenset(name.removesuffix(".lora.a") for name in arrays if name.endswith(".lora.a"))
-    return {"lora": keeps(config.model, config.adapt, adapted)}
+    lora = keeps(config.model, config.adapt, adapted)
+    return {"lora": lora} if lora else {}
 
 
 def _tokenizer_folder(config: Config) -> Path | None:

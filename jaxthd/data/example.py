@@ -13,6 +13,9 @@ from jaxthd.config.front_end import SpeakerSegment
 from jaxthd.errors import UserError
 
 Role = Literal["system", "user", "assistant"]
+Fields = Mapping[str, Any]
+"""Fields of a manifest's line, by name."""
+NO_FIELDS: Fields = {}
 
 
 class Member(NamedTuple):
@@ -115,7 +118,7 @@ class Example:
     key: str
     turns: tuple[Turn, ...]
     alternatives: tuple[Alternative, ...] = ()
-    fields: Mapping[str, Any] = field(default_factory=dict)
+    fields: Fields = field(default_factory=dict)
 
     @property
     def clips(self) -> list[Clip | Samples]:

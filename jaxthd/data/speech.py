@@ -17,7 +17,7 @@ from jaxthd.data.audio.spec_augment import spec_augment
 from jaxthd.data.example import Clip, Example, Samples, Turn, document_rng, with_texts
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
-from jaxthd.data.text.answers import answer_form, language_of
+from jaxthd.data.text.answers import answer_form
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import AudioPiece, Document, audio_pieces
@@ -100,9 +100,9 @@ class SpeechDocuments:
         """
         write = partial(self._answers.write, fields=example.fields)
         if not example.alternatives:
-            return *self._template(self._turns(example), language_of(example.fields)), ()
+            return *self._template(self._turns(example), example.fields), ()
         texts = [write(alternative.text) for alternative in example.alternatives]
-        prompt, answers = self._template.answers(self._turns(example), texts, language_of(example.fields))
+        prompt, answers = self._template.answers(self._turns(example), texts, example.fields)
         tokens, supervised = list(prompt), [False] * len(prompt)
         for ids, of_answer in answers:
             tokens += ids
@@ -116,6 +116,8 @@ class SpeechDocuments:
 
     def _turns(self, example: Example) -> list[Turn]:
         """The turns, the assistant's in the form of data.answer."""
+        if not self._answers.changes:
+            return list(example.turns)
         write = partial(self._answers.write, fields=example.fields)
         return [with_texts(turn, write) if turn.role == "assistant" else turn for turn in example.turns]
 
@@ -124,7 +126,7 @@ class SpeechDocuments:
 
         Nothing is dithered, masked or supervised. Raises ValueError for an example that cannot be used.
         """
-        tokens = self._template.prompt(self._turns(example), language_of(example.fields))
+        tokens = self._template.prompt(self._turns(example), example.fields)
         recordings = zip(example.clips, self._samples(example), strict=True)
         clips = [self._pieces(samples, _segments(clip), None, None) for clip, samples in recordings]
         return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)

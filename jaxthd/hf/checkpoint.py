@@ -15,6 +15,7 @@ from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor
 from jaxthd.files.tokenizer_files import has_tokenizer
 from jaxthd.files.weight_fields import compare_models
 from jaxthd.hf import salm
+from jaxthd.hf.adapter_files import TENSORS, with_adapter
 from jaxthd.hf.block_scaled import block_scaled
 from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields, check_fields, read_fields
@@ -173,7 +174,9 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     kinds = {salm.KIND} if salm.is_salm(fields) else kinds
     for family in FAMILIES:
         if kinds & set(family.model_types) and family.recognises(fields):
-            found: tuple[Family, Fields, Reader] = family, fields, _reader(path, fields)
+            reader = _reader(path, fields, TENSORS if family.adapter else "")
+            own: tuple[Fields, Reader] = with_adapter(fields, reader) if family.adapter else (fields, reader)
+            found: tuple[Family, Fields, Reader] = family, *own
             return Checkpoint(*(family.opened(*found) if family.opened else found))
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
     raise UserError(
@@ -182,10 +185,10 @@ def open_checkpoint(path: str | Path) -> Checkpoint:
     )
 
 
-def _reader(path: Path, fields: Fields) -> Reader:
+def _reader(path: Path, fields: Fields, beside: str) -> Reader:
     method = (fields.get("quantization_config") or {}).get("quant_method")
     if method is None:
-        return SafetensorsFolder(path)
+        return SafetensorsFolder(path, beside)
     if method == "fp8":
         return block_scaled(SafetensorsFolder(path), fields)
     if method == MXFP4:

@@ -14,6 +14,7 @@ from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor
 from jaxthd.files.tokenizer_files import BESIDE, copy_files
+from jaxthd.hf.adapter_files import is_of_adapter, write_adapter
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields
@@ -74,13 +75,19 @@ def export(
         for name in copied:
             stored = dtype if original.is_decoded(name) else original.reader.dtype(name)
             kinds[name] = (original.reader.shapes[name], stored)
-    ours = (_elements(tensor, take) for tensor in tensors)
+    low_rank = [t for t in tensors if family.adapter and is_of_adapter(t.name)]
+    if family.adapter:
+        fields[family.adapter], lora = bool(low_rank), fields.pop("lora", {})
+    if low_rank:
+        own = {t.name: kinds.pop(t.name) for t in low_rank}
+        write_adapter(folder, lora, own, (_elements(tensor, take) for tensor in low_rank))
+    ours = (_elements(tensor, take) for tensor in tensors if tensor not in low_rank)
     theirs = (original.reader.read(name) for name in copied) if original else ()
     write_safetensors(folder, kinds, chain(ours, theirs), limit)
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
     for source in (x for x in (like, beside) if x is not None):
         copy_files(source, folder, BESIDE)
-    return list(kinds)
+    return [*kinds, *(tensor.name for tensor in low_rank)]
 
 
 def _elements(

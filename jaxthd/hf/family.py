@@ -52,8 +52,10 @@ class Family:
     opened: (the family, fields, reader) -> those of a checkpoint, as its files complete and its tensors
         change them. None: they are as they are.
     lora: (fields) -> the LoRA that the checkpoint has, as settings of a run. None where it has none.
-    lora_fields: (model, adapt, names of the projections with LoRA) -> the field "lora" of an export. None:
-        the family holds no LoRA, which is merged before.
+    lora_fields: (model, adapt, names of the projections with LoRA) -> the field "lora" of an export; {}: this
+        one is merged before. None: the family holds no LoRA.
+    adapter: the field of config.json that says whether LoRA lies in files of its own (adapter_files.py); "":
+        it never does.
     mtp_tensors: (fields) -> what the names of tensors of multi-token prediction have in front. They may be
         left unread.
     tokenizers: (folder, fields) -> further folders that may have the checkpoint's tokenizer.
@@ -81,6 +83,7 @@ class Family:
     opened: Callable[["Family", Fields, Reader], tuple["Family", Fields, Reader]] | None = None
     lora: Callable[[Fields], AdaptConfig | None] | None = None
     lora_fields: Callable[[ModelConfig, AdaptConfig, frozenset[str]], dict[str, Any]] | None = None
+    adapter: str = ""
     mtp_tensors: Callable[[Fields], tuple[str, ...]] = lambda fields: ("mtp.",)
     tokenizers: Callable[[Path, Fields], Iterable[Path]] = lambda path, fields: ()
     finish: Callable[[Path, str | None], None] | None = None

@@ -6,13 +6,17 @@ leaves that out (5.24). A recording is encoded alone: padding in a batch enters 
 convolutions and its attention.
 """
 
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from jaxthd.config import FrontEnd
+from jaxthd.config import AdaptConfig, FrontEnd, ModelConfig
+from jaxthd.errors import UserError
+from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields, must_be
 from jaxthd.hf.llama import GRANITE
+from jaxthd.hf.peft import lora_fields, read_lora, with_lora
 from jaxthd.hf.speech_llm import Names, Part, SpeechLLM, below_language_model
 from jaxthd.models.front_ends import GraniteConformer
 
@@ -72,6 +76,21 @@ def _adapter(encoder: FrontEnd, dim: int) -> dict[str, Any]:
 
 
 _SIZES = {name: entry for name, entry in GRANITE.sizes.items() if name != "logits_scaling"}
+
+
+def _lora_fields(adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:
+    """The settings of LoRA on the LLM; that on other parts is merged."""
+    try:
+        return lora_fields(adapt, adapted)
+    except UserError:
+        return {}
+
+
+def _tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
+    found = GRANITE_SPEECH.tensors(model, fields, shapes)
+    return with_lora(found, shapes, base="", low_rank="") if fields.get("lora") else found
+
+
 GRANITE_SPEECH = SpeechLLM(
     format="granite_speech",
     title="GraniteSpeechForConditionalGeneration",
@@ -100,4 +119,11 @@ GRANITE_SPEECH = SpeechLLM(
         "prompt": "{audio}can you transcribe the speech into a written format?",
     },
 )
-FAMILY = GRANITE_SPEECH.family()
+FAMILY = replace(
+    GRANITE_SPEECH.family(),
+    gives="encoder, adapter and LLM, with its LoRA",
+    tensors=_tensors,
+    lora=read_lora,
+    lora_fields=lambda model, adapt, adapted: _lora_fields(adapt, adapted),
+    adapter="has_lora_adapter",
+)

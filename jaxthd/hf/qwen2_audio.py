@@ -4,12 +4,13 @@ averaged in pairs, a linear layer, Qwen2.
 A recording is one window of 30 s, and what comes behind it is cut off, as by the published processor.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import FrontEnd
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.llama import QWEN2
-from jaxthd.hf.speech_llm import AUDIO, Q2A_NAMES, WHISPER_NAMES, Names, Part, SpeechLLM
+from jaxthd.hf.speech_llm import AUDIO, Q2A_NAMES, WHISPER_NAMES, Part, SpeechLLM
 from jaxthd.models.front_ends import Whisper
 
 SIZES: Settings = {
@@ -69,7 +70,7 @@ QWEN2_AUDIO = SpeechLLM(
     },
     adapter=_adapter,
     audio_token="audio_token_index",
-    names=Names(**{**vars(Q2A_NAMES), "projection": {"linear": "out"}}),
+    names=replace(Q2A_NAMES, projection={"linear": "out"}),
     data={"template": "chat_template", "template_source": TEMPLATE},
 )
 FAMILY = QWEN2_AUDIO.family()

@@ -31,14 +31,18 @@ DTYPES = {
 
 
 class SafetensorsFolder:
-    """The tensors in the folder `path`, by name. Raises UserError for files that are missing or damaged."""
+    """The tensors in the folder `path`, by name. beside: a file that is read too, if it is there.
 
-    def __init__(self, path: Path) -> None:
+    Raises UserError for files that are missing or damaged.
+    """
+
+    def __init__(self, path: Path, beside: str = "") -> None:
         self.path = path
         self._open: tuple[Path, Any] | None = None
         self._files: dict[str, Path] = {}
         self.shapes: dict[str, Shape] = {}
-        for file in self._listed():
+        more = [path / beside] if beside and (path / beside).is_file() else []
+        for file in dict.fromkeys((*self._listed(), *more)):
             reader = self._reader(file)
             for name in reader.keys():  # noqa: SIM118 (it is no dict)
                 if name in self._files:
@@ -128,8 +132,10 @@ def write_safetensors(
     kinds: Mapping[str, tuple[Shape, str]],
     arrays: Iterable[Shaped[np.ndarray, "..."]],
     limit: int,
+    single: str = SINGLE,
 ) -> None:
-    """Writes tensors into files of at most `limit` bytes, and their index where there are several.
+    """Writes tensors into files of at most `limit` bytes, and their index where there are several; one alone
+    has the name `single`.
 
     kinds: each tensor's (shape, dtype of DTYPES) by name. arrays: the tensors in that order; one is held at a
     time, where safetensors.save_file would need all of a file. The files get their names when all are
@@ -154,7 +160,7 @@ def write_safetensors(
         raise
     weight_map: dict[str, str] = {}
     for number, (path, group) in enumerate(files.items(), 1):
-        name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else SINGLE
+        name = f"model-{number:05}-of-{len(files):05}.safetensors" if len(files) > 1 else single
         path.rename(folder / name)
         weight_map |= dict.fromkeys(group, name)
     if len(files) > 1:

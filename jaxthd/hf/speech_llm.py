@@ -83,7 +83,8 @@ class SpeechLLM:
     """A family of speech LLMs: tables.
 
     format, title, model_types: as in Family.
-    decoders: the families of decoders that text_config may be of. text: its settings where they are absent.
+    decoders: the families of decoders that text_config may be of. text: its settings where they are absent;
+        whether the embedding is tied is above it.
     encoder: with the settings that no field holds. parts: the objects that hold the others, by name; "" for
         config.json itself.
     adapter: (encoder, decoder's dim) -> the settings of the adapter (ModelConfig), which no field holds.
@@ -122,8 +123,9 @@ class SpeechLLM:
         combine with this encoder."""
         own = self.own(fields)
         text = {**self.text, **(own.get(TEXT) or {})}
-        if own.get(TIED) is not None:
-            text[TIED] = own[TIED]
+        # The library asks the settings above, and not those of the decoder.
+        tied = own.get(TIED, text.get(TIED) if self.above else self.text.get(TIED))
+        text[TIED] = bool(tied)
         for rope in ("rope_parameters", "rope_scaling"):
             if text.get(rope):
                 text[rope] = _plain_rope(text[rope])

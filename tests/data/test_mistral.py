@@ -58,10 +58,11 @@ def test_turns_are_written_as_the_library_does(
     tokenizer: TekkenTokenizer, turns: Any, language: str, text: str, supervised: str
 ):
     template = PromptTemplate(DataConfig(template="mistral"), tokenizer)
-    ids, marks = template(turns, language)
+    fields = {"language": language}
+    ids, marks = template(turns, fields)
     assert shown(tokenizer, [x for x, mark in zip(ids, marks, strict=True) if not mark]) == text
     assert shown(tokenizer, [x for x, mark in zip(ids, marks, strict=True) if mark]) == supervised
-    assert template.prompt(turns[:-1], language) == [x for x, m in zip(ids, marks, strict=True) if not m]
+    assert template.prompt(turns[:-1], fields) == [x for x, m in zip(ids, marks, strict=True) if not m]
     assert template.end_id == tokenizer.eos_id
 
 
@@ -85,7 +86,7 @@ def test_transcripts_are_requested_as_the_library_does(tokenizer: TekkenTokenize
 def test_a_language_that_the_library_does_not_know_is_refused(tokenizer: TekkenTokenizer):
     template = PromptTemplate(DataConfig(template="mistral"), tokenizer)
     with pytest.raises(ValueError, match="knows no language 'klingon'"):
-        template.prompt([ASKED], "klingon")
+        template.prompt([ASKED], {"language": "klingon"})
     with pytest.raises(ValueError, match="no system turn beside recordings"):
         template([Turn("system", ("Be brief.",)), Turn("user", (CLIP, "?")), ANSWER])
 

@@ -2,16 +2,19 @@
 
 import base64
 import json
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tokenizers
+from safetensors.numpy import load_file, save_file
 from tokenizers import decoders, models, pre_tokenizers
 
-from tests.hf.published import change_published, write_published
+from tests.hf.published import change_published, tensors, write_published
 
+ON_DISK = "language_model.model."
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 RECOGNISER = (
     "{% set ns = namespace(system='', audio='') %}"
@@ -167,3 +170,43 @@ def as_authors(folder: Path) -> Path:
     if (folder / "chat_template.jinja").exists():
         (folder / "chat_template.jinja").write_text(RECOGNISER + ASKS)
     return change_published(folder, change)
+
+
+def add_adapter(folder: Path, prefix: str) -> Path:
+    """Puts LoRA beside a folder of Granite Speech, as peft does; a folder with its sums is merged(folder).
+
+    prefix: of the decoder's names in the adapter's file.
+    """
+    rng, low_rank = np.random.default_rng(1), {}
+    for name, x in sorted(tensors(folder).items()):
+        if name.endswith(("q_proj.weight", "v_proj.weight")) and name.startswith(ON_DISK):
+            module = f"base_model.model.{prefix}{name.removeprefix(ON_DISK).removesuffix('.weight')}"
+            for side, shape in (("A", (3, x.shape[1])), ("B", (x.shape[0], 3))):
+                low_rank[f"{module}.lora_{side}.weight"] = rng.normal(0, 0.3, shape).astype(np.float32)
+    save_file(low_rank, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    lora = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": ["q_proj", "v_proj"]}
+    (folder / "adapter_config.json").write_text(json.dumps({**lora, "use_dora": False, "revision": None}))
+    return change_config(folder, has_lora_adapter=True)
+
+
+def merged(folder: Path, out: Path) -> Path:
+    """A copy of a folder with an adapter whose projections are the sums."""
+    shutil.copytree(folder, out)
+    for name in ("adapter_model.safetensors", "adapter_config.json"):
+        (out / name).unlink()
+    stored, low_rank = tensors(out), load_file(folder / "adapter_model.safetensors")
+    for name, b in low_rank.items():
+        if ".lora_B." in name:
+            a = low_rank[name.replace(".lora_B.", ".lora_A.")].astype(np.float64)
+            plain = name.replace(".lora_B", "").removeprefix("base_model.model.")
+            plain = plain.replace("model.language_model.", ON_DISK) if plain.startswith("model.") else plain
+            stored[plain] = (stored[plain] + 5 / 3 * b.astype(np.float64) @ a).astype(np.float32)
+    save_file(stored, out / "model.safetensors", metadata={"format": "pt"})
+    return change_config(out, has_lora_adapter=False)
+
+
+def change_config(folder: Path, **changes: Any) -> Path:
+    """Rewrites fields of a config.json."""
+    file = folder / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
+    return folder

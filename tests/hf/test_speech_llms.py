@@ -1,14 +1,23 @@
 """Speech LLMs: what transformers computes from a recording alone, jaxthd computes packed (tests/references/
 speech_llms.py)."""
 
+import json
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from jaxthd.checkpoints.sources import published_config
+from jaxthd.checkpoints.weights import load_weights, named_weights
+from jaxthd.config import AdaptConfig, Config
 from jaxthd.convert import export_weights, import_weights
-from jaxthd.hf.checkpoint import model_config
+from jaxthd.hf.checkpoint import model_config, open_checkpoint
+from jaxthd.models.adapt import merge_lora
+from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps.blueprint import Blueprint
 from tests.helpers import assert_same
 from tests.hf.published import Published, assert_identical, published, tensors, write_published
-from tests.hf.speech_folders import as_authors
+from tests.hf.speech_folders import ON_DISK, add_adapter, as_authors, merged
 
 NAMES = ("qwen3_asr", "qwen2_audio", "voxtral", "glmasr", "granite_speech")
 LONG = [pytest.param(f"{name}_long", marks=pytest.mark.nightly) for name in NAMES]
@@ -54,3 +63,35 @@ def test_qwen3_asr_in_its_authors_form(tmp_path):
     assert model_config(tmp_path / "like") == model_config(plain)
     export_weights(tmp_path / "imported", tmp_path / "out")
     assert_identical(tensors(tmp_path / "out"), tensors(plain))
+
+
+@pytest.mark.parametrize("prefix", ["model.language_model.", ON_DISK])
+def test_granite_speech_with_lora_in_files_of_its_own(prefix, tmp_path, capsys):
+    """It stays LoRA in a run of the folder alone and in an export; in another run it is merged."""
+    folder = add_adapter(write_published("granite_speech", tmp_path / "published"), prefix)
+    plain = merged(folder, tmp_path / "plain")
+    adapt = published_config([folder]).adapt
+    assert (adapt.lora_rank, adapt.lora_alpha, len(adapt.lora_targets)) == (3, 5.0, 2)
+    config = Config(model=model_config(folder))
+    found = {}
+    for source, lora in ((folder, adapt), (folder, AdaptConfig()), (plain, AdaptConfig())):
+        blueprint = Blueprint(replace(config, adapt=lora))
+        weights = load_weights([str(source)], blueprint, make_mesh(config.mesh))
+        params, _ = merge_lora(weights.params, blueprint.config)
+        found[source, bool(lora.lora_rank)] = named_weights(weights._replace(params=params))
+    want = found.pop((plain, False))
+    assert_same(found[folder, True], want, 1e-6)
+    assert_same(found[folder, False], want, 1e-6)
+
+    import_weights([str(folder)], tmp_path / "imported")
+    export_weights(tmp_path / "imported", tmp_path / "out", like=folder)
+    again, original = (change_names(tensors(x), prefix) for x in (tmp_path / "out", folder))
+    assert_identical(again, original)
+    assert open_checkpoint(tmp_path / "out").lora == adapt
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["has_lora_adapter"] is True
+
+
+def change_names(named: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    """Tensors with the decoder's names in the adapter's file as they are in others."""
+    start = "base_model.model."
+    return {name.replace(f"{start}{prefix}", f"{start}{ON_DISK}"): x for name, x in named.items()}

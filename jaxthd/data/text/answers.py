@@ -3,9 +3,9 @@
 A form is one class and one line in FORMS; data.answer names it. Sources give transcripts as they are.
 """
 
-from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
+from jaxthd.data.example import Fields
 from jaxthd.errors import UserError
 
 _LANGUAGE_FIELDS = ("language", "lang", "source_lang")
@@ -19,7 +19,7 @@ _LANGUAGES = {
 }
 
 
-def language_of(fields: Mapping[str, Any]) -> str:
+def language_of(fields: Fields) -> str:
     """The language that a manifest's line gives ("language", "lang" or "source_lang"): of a code such as
     en-US or a name such as English the code "en"; of another name that name in small letters; "": none."""
     given = next((str(fields[name]) for name in _LANGUAGE_FIELDS if fields.get(name)), "").strip().lower()
@@ -30,9 +30,11 @@ def language_of(fields: Mapping[str, Any]) -> str:
 
 @runtime_checkable
 class AnswerForm(Protocol):
-    """The form of an answer."""
+    """The form of an answer. changes: whether it differs from the transcript."""
 
-    def write(self, text: str, fields: Mapping[str, Any]) -> str:
+    changes: bool
+
+    def write(self, text: str, fields: Fields) -> str:
         """The answer of a transcript; one that has the form already stays as it is. fields: of the manifest's
         line (Example.fields)."""
         ...
@@ -45,7 +47,9 @@ class AnswerForm(Protocol):
 class Plain:
     """The transcript itself."""
 
-    def write(self, text: str, fields: Mapping[str, Any]) -> str:
+    changes = False
+
+    def write(self, text: str, fields: Fields) -> str:
         return text
 
     def read(self, answer: str) -> str:
@@ -56,9 +60,10 @@ class Qwen3ASR:
     """Qwen3-ASR's: language NAME<asr_text>TRANSCRIPT. The name is None where the line gives no language
     (language_of)."""
 
+    changes = True
     mark = "<asr_text>"
 
-    def write(self, text: str, fields: Mapping[str, Any]) -> str:
+    def write(self, text: str, fields: Fields) -> str:
         if self.mark in text:
             return text
         code = language_of(fields)

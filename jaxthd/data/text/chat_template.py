@@ -18,7 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from jaxthd.data.example import Turn
+from jaxthd.data.example import NO_FIELDS, Fields, Turn
 from jaxthd.data.text.render import SUPERVISED, SUPERVISED_END, Renderer, RenderError
 from jaxthd.data.text.tokenizer import FileTokenizer
 from jaxthd.errors import UserError
@@ -85,9 +85,9 @@ class ChatTemplate:
         self.end_id = tokenizer.eos_id
         self.end_id = self._find_end()
 
-    def prompt(self, turns: Sequence[Turn], language: str = "") -> list[int]:
+    def prompt(self, turns: Sequence[Turn], fields: Fields = NO_FIELDS) -> list[int]:
         """Token ids of the turns, and of what the template writes before the assistant's answer to them.
-        Templates are not told the language."""
+        fields: not told to templates."""
         self._check_texts(turns)
         signed = self._signed(turns).values()
         whole, *others = self._render([(turns, True), *((other, True) for other in signed)])
@@ -95,7 +95,7 @@ class ChatTemplate:
         self._check_specials(whole.text, tokens, [_span_of(whole, other) for other in others])
         return self._expanded(tokens, [False] * len(tokens))[0]
 
-    def written(self, turns: Sequence[Turn], language: str = "") -> tuple[list[int], list[bool]]:
+    def written(self, turns: Sequence[Turn], fields: Fields = NO_FIELDS) -> tuple[list[int], list[bool]]:
         """Returns (token ids of the conversation, whether each is supervised). Answers and their ends are."""
         self._check_texts(turns)
         if not self._has_answers:

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxthd.config.front_end import SAMPLE_RATE
-from jaxthd.data.example import Turn
+from jaxthd.data.example import NO_FIELDS, Fields, Turn
+from jaxthd.data.text.answers import language_of
 from jaxthd.errors import UserError
 
 FILE = "tekken.json"
@@ -82,18 +83,18 @@ class MistralTemplate:
         self._tokenizer, self.end_id = tokenizer, tokenizer.eos_id
         self._encode(Turn("user", ("Is it?",)))
 
-    def prompt(self, turns: Sequence[Turn], language: str = "") -> list[int]:
-        """Token ids of the turns, up to where the assistant's answer begins. language: of the recording, as
-        ISO 639-1 has it, such as "en"; "": it is not told."""
+    def prompt(self, turns: Sequence[Turn], fields: Fields = NO_FIELDS) -> list[int]:
+        """Token ids of the turns, up to where the assistant's answer begins. fields: of the manifest's
+        line, which may name the recording's language (language_of)."""
         if _is_transcription(turns):
-            return self._transcription(language)
+            return self._transcription(language_of(fields))
         return self._written(turns)[0]
 
-    def written(self, turns: Sequence[Turn], language: str = "") -> tuple[list[int], list[bool]]:
+    def written(self, turns: Sequence[Turn], fields: Fields = NO_FIELDS) -> tuple[list[int], list[bool]]:
         """Returns (token ids of the conversation, whether each is supervised)."""
         if not _is_transcription(turns[:-1]):
             return self._written(turns)
-        prompt, answer = self._transcription(language), self._encode(turns[-1])
+        prompt, answer = self._transcription(language_of(fields)), self._encode(turns[-1])
         return prompt + answer, [False] * len(prompt) + [True] * len(answer)
 
     def _written(self, turns: Sequence[Turn]) -> tuple[list[int], list[bool]]:

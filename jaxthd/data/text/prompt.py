@@ -8,7 +8,7 @@ from itertools import takewhile
 import numpy as np
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Turn
+from jaxthd.data.example import NO_FIELDS, Fields, Turn
 from jaxthd.data.text.chat_template import ChatTemplate
 from jaxthd.data.text.mistral import MistralTemplate, TekkenTokenizer
 from jaxthd.data.text.tokenizer import FileTokenizer, Tokenizer
@@ -62,22 +62,22 @@ class PromptTemplate:
             except ValueError as error:
                 raise UserError(f"{setting}: {error}") from error
 
-    def __call__(self, turns: Sequence[Turn], language: str = "") -> tuple[list[int], list[bool]]:
-        """language: of the recordings, where the template can name it: a code such as "en"; "": not told."""
+    def __call__(self, turns: Sequence[Turn], fields: Fields = NO_FIELDS) -> tuple[list[int], list[bool]]:
+        """fields: of the manifest's line (Example.fields); a template may write its language."""
         turns = self._with_system(turns)
-        return self._chat.written(turns, language) if self._chat else self._written(turns)
+        return self._chat.written(turns, fields) if self._chat else self._written(turns)
 
-    def prompt(self, turns: Sequence[Turn], language: str = "") -> list[int]:
-        """Token ids of the turns up to where the assistant's next answer begins. language, what it raises: as
+    def prompt(self, turns: Sequence[Turn], fields: Fields = NO_FIELDS) -> list[int]:
+        """Token ids of the turns up to where the assistant's next answer begins. fields, what it raises: as
         of __call__."""
         turns = self._with_system(turns)
         if self._chat:
-            return self._chat.prompt(turns, language)
+            return self._chat.prompt(turns, fields)
         start = self._tokenizer.encode_marks(f"{IM_START}assistant\n") if self._chatml else []
         return self._written(turns)[0] + start
 
     def answers(
-        self, turns: Sequence[Turn], texts: Sequence[str], language: str = ""
+        self, turns: Sequence[Turn], texts: Sequence[str], fields: Fields = NO_FIELDS
     ) -> tuple[list[int], list[tuple[list[int], list[bool]]]]:
         """Returns (token ids of the prompt, for each text: token ids of it as the assistant's answer, its end
         included, and which of them are supervised).
@@ -85,9 +85,9 @@ class PromptTemplate:
         Raises as __call__ does, and ValueError where the template writes the turns otherwise before an answer
         than where one begins.
         """
-        prompt, found = self.prompt(turns, language), []
+        prompt, found = self.prompt(turns, fields), []
         for text in texts:
-            tokens, supervised = self([*turns, Turn("assistant", (text,))], language)
+            tokens, supervised = self([*turns, Turn("assistant", (text,))], fields)
             end = max(np.flatnonzero(supervised), default=-1) + 1
             if tokens[: len(prompt)] != prompt or end <= len(prompt):
                 raise ValueError(

@@ -1,0 +1,21 @@
+"""docs/models.md has a row for each family that is read and written, and each row is true."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.docs.models import MODELS, REFERENCES, ROWS, Row, written
+
+TESTS = Path(__file__).parents[1]
+
+
+def test_the_table_is_of_the_present_families():
+    assert MODELS.read_text() == written(), "run python scripts/write_reference.py"
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=lambda row: row.models)
+def test_a_row_names_what_compares_it(row: Row):
+    """The reference, and the test that reads it, by its name or by that of all of its kind."""
+    text = (TESTS / row.compared).read_text()
+    assert (REFERENCES / f"{row.reference}.npz").is_file()
+    assert row.reference in text + (TESTS / "hf" / "published.py").read_text()
