@@ -78,7 +78,7 @@ def test_transcripts_are_requested_as_the_library_does(tokenizer: TekkenTokenize
         soundfile.write(file, np.zeros(31 * 16000), 16000, format="WAV")
         request = TranscriptionRequest(audio=file.getvalue(), language="de")
     want = tokenizer.instruct.encode_transcription(request).tokens
-    found = PromptTemplate(DataConfig(template="mistral"), tokenizer).prompt([ASKED], "de")
+    found = PromptTemplate(DataConfig(template="mistral"), tokenizer).prompt([ASKED], {"lang": "de"})
     at = found.index(tokenizer.audio_id)
     assert found[:at] + [tokenizer.audio_id] * 750 + found[at + 1 :] == want
 
