@@ -151,10 +151,15 @@ def test_every_format_that_holds_an_llm_has_a_place_for_the_end_tokens(form):
         assert (family.token_fields is not None) == family.holds("head"), family.title
         if family.token_fields:
             fields = family.token_fields(tokens)
-            assert fields.get("text_config", fields)["eos_token_id"] == [5, 6], family.title
+            assert _of_text(fields)["eos_token_id"] == [5, 6], family.title
             assert added_end_tokens(fields, fields) == {}
             one = family.token_fields(tokens._replace(eos_ids=(5,)))
-            assert one.get("text_config", one)["eos_token_id"] == 5
+            assert _of_text(one)["eos_token_id"] == 5
+
+
+def _of_text(fields: dict[str, Any]) -> dict[str, Any]:
+    """The settings of the text model, which may lie in a part of a part."""
+    return next((_of_text(fields[x]) for x in ("thinker_config", "text_config") if x in fields), fields)
 
 
 def test_end_tokens_are_added_where_the_original_names_its_own():
@@ -328,8 +333,8 @@ def damaged(name: str, folder: Path) -> str:
             (folder / "config.json").write_text("{")
             return "cannot be read"
         case "other family":
-            (folder / "config.json").write_text('{"model_type": "llama"}')
-            return "model_type 'llama'; expected one of nemotron_h"
+            (folder / "config.json").write_text('{"model_type": "t5"}')
+            return "model_type 't5'; expected one of nemotron_h"
         case "biases":
             fields = json.loads((folder / "config.json").read_text()) | {"use_bias": True}
             (folder / "config.json").write_text(json.dumps(fields))

@@ -132,7 +132,7 @@ class Published(NamedTuple):
     def sizes(self) -> dict[str, int]:
         """The capacities of a buffer with all documents."""
         if not any(name.startswith("seconds.") for name in self.arrays):
-            return {"capacity": CAPACITY, "audio_capacity": AUDIO if "mels.0" in self.arrays else 0}
+            return {"capacity": CAPACITY, "audio_capacity": AUDIO}
         documents, front_end = map(self.document, self.numbers), self.config.model.audio_encoder
         tokens, frames = zip(*((len(d), front_end.taken(d.pieces)) for d in documents), strict=True)
         return {"capacity": sum(tokens), "audio_capacity": sum(frames)}
@@ -148,16 +148,16 @@ class Published(NamedTuple):
         return arranged([t for t in tensors if t.slices], theirs, shapes)
 
     def run(
-        self, numbers: Sequence[int], **how: Any
+        self, numbers: Sequence[int], capacity: int = 0, audio_capacity: int = 0, **how: Any
     ) -> tuple[float, list[np.ndarray], dict[str, np.ndarray]]:
-        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names). how:
-        capacity, audio_capacity, in place of `sizes`; the rest is of `document`."""
-        sizes = {name: how.pop(name, size) for name, size in self.sizes.items()}
-        documents = [self.document(n, **how) for n in numbers]
+        """Runs the documents in one buffer: (loss, logits of each, gradients by jaxthd's names). capacity,
+        audio_capacity: 0 for those of `sizes`. how: of `document`."""
+        documents, sizes = [self.document(n, **how) for n in numbers], self.sizes
+        has_audio = any(document.pieces for document in documents)
         batch, _ = pack_row(
             documents,
-            capacity=sizes["capacity"],
-            audio_capacity=sizes["audio_capacity"] if any(d.pieces for d in documents) else 0,
+            capacity=capacity or sizes["capacity"],
+            audio_capacity=(audio_capacity or sizes["audio_capacity"]) * has_audio,
             front_end=self.config.model.audio_encoder,
             max_documents=8,
             order_seed=None,
