@@ -126,7 +126,9 @@ class MistralTemplate:
             case "system":
                 system = messages.SystemMessage(content="".join(text or "" for text in texts))
                 return list(instruct.encode_system_message(system)[0])
-        chunks = [AudioChunk(input_audio=self._silence) if x is None else TextChunk(text=x) for x in texts]
+        chunks: list[Any] = [
+            AudioChunk(input_audio=self._silence) if x is None else TextChunk(text=x) for x in texts
+        ]
         found = instruct.encode_user_message(
             messages.UserMessage(content=chunks), [], is_last=is_last, is_first=is_first
         )
@@ -136,7 +138,8 @@ class MistralTemplate:
         from mistral_common.protocol.transcription.request import TranscriptionRequest
 
         try:
-            request = TranscriptionRequest(audio=self._silence, language=language or None)
+            asked: dict[str, Any] = {"audio": self._silence, "language": language or None}
+            request = TranscriptionRequest(**asked)
         except ValueError as error:
             raise ValueError(f"mistral-common knows no language {language!r}") from error
         return self._one_placeholder(self._tokenizer.instruct.encode_transcription(request).tokens)
