@@ -13,6 +13,7 @@ PURPOSES = {
     "te": "Transformer Engine's attention on NVIDIA GPUs (compute.attention_backend te)",
     "parquet": "data sets in parquet and arrow files",
     "fp8": "matrix products in FP8 (compute.fp8)",
+    "mistral": "Mistral's tokenizer and turns, of Voxtral's folders (tekken.json)",
     "wandb": "Weights & Biases (train.trackers wandb)",
     "mlflow": "MLflow (train.trackers mlflow)",
     "demo": "synthetic speech, as of configs/first_run.py",
