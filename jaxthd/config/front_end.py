@@ -8,7 +8,7 @@ jaxthd/models/front_ends/; or a class anywhere that is registered with register_
 Legend: S samples at 16 kHz, F frames of features, W numbers of a frame.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -146,6 +146,21 @@ class FrontEnd:
         Raises ValueError for segments that the front end cannot hold.
         """
         return runs
+
+    @property
+    def label_loss(self) -> float:
+        """Weight in training of the loss that its module has on labels of recordings; 0: it has none."""
+        return 0.0
+
+    @property
+    def labels_per_output(self) -> int:
+        """The most labels of a recording for each of its outputs, if label_loss is more than 0."""
+        return 0
+
+    def labeller(self, tokenizer: str) -> Callable[[str, int], Sequence[int]]:
+        """Returns what makes labels: (text of a recording, its outputs) -> token ids, () for a text without
+        or with too many of them. tokenizer: data.tokenizer. Raises UserError where that has no labels."""
+        raise NotImplementedError
 
     @property
     def features_identity(self) -> dict[str, Any]:

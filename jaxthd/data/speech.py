@@ -35,12 +35,14 @@ class SpeechDocuments:
     """Makes the Document of an Example, or a Skipped with the reason. Call it with (example, epoch).
 
     Alternatives become the document's answers, and their preferences the extras "preference" of their tokens.
+    In training the recording of a document with one alone gets the labels that the front end makes of its
+    transcript.
     PromptTemplate writes the turns. The front end (model.encoder) makes features of each recording alone, and
     pieces of them. Audio that exceeds data.audio_capacity is not decoded to its end.
     train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
     filtered: items whose duration the data set does not give are judged by data.filter here; the others have
     been before (Filter.sift). augmentation: how recordings are changed, if `train`.
-    Raises UserError on construction, as PromptTemplate does.
+    Raises UserError on construction, as PromptTemplate and FrontEnd.labeller do.
     """
 
     def __init__(
@@ -60,6 +62,8 @@ class SpeechDocuments:
         self._most_seconds = seconds(config.data.audio_capacity) + seconds(1)
         self._seed, self._limits = config.data.seed, BufferLimits.of(config)
         self._spec_augment = config.data.spec_augment
+        has_labels = train and self._encoder is not None and self._encoder.label_loss > 0
+        self._label = self._encoder.labeller(config.data.tokenizer) if self._encoder and has_labels else None
         self._train, self._augmentation = train, augmentation if train else None
         self._filter = Filter(config.data.filter if filtered else FilterConfig(), tokenizer)
         self._filters = bool(self._filter)
@@ -87,6 +91,9 @@ class SpeechDocuments:
                 clips.append(self._pieces(heard, segments, dither_rng, masks_rng if self._train else None))
         except ValueError as error:
             return Skipped(example.key, str(error))
+        if self._label is not None and len(clips) == 1 and clips[0] and not example.alternatives:
+            labels = self._label(example.text, sum(piece.tokens for piece in clips[0]))
+            clips[0][0] = clips[0][0]._replace(labels=tuple(labels))
         document = Document.splice(example.key, tokens, supervised, clips, self._audio_id)
         if not example.alternatives:
             return document

@@ -136,7 +136,8 @@ def document_log_probs(
     transcripts.
     """
     rows_GLH = head_rows_LH[:-1].reshape(*found.label_ids.shape, -1)
-    label_NL = _label_log_probs(h_NH, blank_N, rows_GLH, head_rows_LH[-1], batch, found)
+    frames = _of_slots(batch, found), covered_frames(batch, found).reshape(-1)
+    label_NL = label_log_probs(h_NH, blank_N, rows_GLH, head_rows_LH[-1], *frames)
     each_RTK = jnp.concatenate([blank_N[:, None], label_NL], axis=1).reshape(*batch.tokens.shape, -1)
     if axis is not None:
         each_RTK = jax.lax.all_gather(each_RTK, axis, axis=1, tiled=True)
@@ -144,17 +145,22 @@ def document_log_probs(
     return ctc_log_probs(blank_M, label_ML, found.documents)
 
 
-def _label_log_probs(
-    h_NH: Array, blank_N: Array, rows_GLH: Array, blank_row_H: Array, batch: Batch, found: Transcripts
-) -> Array:
-    """Log-probabilities of the labels of each frame's document, [N, L].
+def label_log_probs(
+    h_NH: Float[Array, "N H"],
+    blank_N: Float[Array, " N"],
+    rows_GLH: Float[Array, "G L H"],
+    blank_row_H: Float[Array, " H"],
+    document_N: Int32[Array, " N"],
+    is_frame_N: Bool[Array, " N"],
+) -> Float[Array, "N L"]:
+    """Log-probabilities of the labels of each frame's document; 0 where there is no frame.
 
-    rows, blank_row: the head's, for each document's labels and for the blank. A block of one document's
-    frames is multiplied with its labels' rows.
+    h: the head's inputs. blank: log-probabilities of the blank. rows, blank_row: the head's, for each
+    document's labels and for the blank. document: of each frame. A block of one document's frames is
+    multiplied with its labels' rows.
     """
-    acc, is_frame_N = accumulation_dtype(h_NH), covered_frames(batch, found).reshape(-1)
-    document_N1 = _of_slots(batch, found)[:, None]
-    layout = expert_layout(document_N1, is_frame_N, len(rows_GLH), FRAME_BLOCK)
+    acc = accumulation_dtype(h_NH)
+    layout = expert_layout(document_N[:, None], is_frame_N, len(rows_GLH), FRAME_BLOCK)
     # Not rounded to the compute dtype: these are logits.
     x_BH, w_GHL = dispatch(h_NH, layout).astype(acc), rows_GLH.swapaxes(1, 2).astype(acc)
     logits_BL = grouped_matmul(x_BH, w_GHL, layout.expert, layout.used)

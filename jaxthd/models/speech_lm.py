@@ -184,16 +184,24 @@ class SpeechLM(nnx.Module):
         return x_nD, buffers
 
     def embed_with_future(
-        self, batch: Batch, *, axes: tuple[str, ...], train: bool
+        self, batch: Batch, *, axes: tuple[str, ...], train: bool, with_labels: bool = False
     ) -> tuple[list[Float[Array, "n D"]], dict[str, Any]]:
         """As embed, with a list of embeddings: those of the tokens, then those of each depth's future tokens.
 
         Where a document has no token that far on, the embedding is that of token 0, and is not used.
+        with_labels: whether the buffers have the encoder's loss on labels (contract.LABEL_LOSS) too.
         """
-        return self._embedded(batch, batch.future_tokens.shape[1], axes=axes, train=train)
+        depths = batch.future_tokens.shape[1]
+        return self._embedded(batch, depths, axes=axes, train=train, with_labels=with_labels)
 
     def _embedded(
-        self, batch: Batch, depths: int, *, axes: tuple[str, ...], train: bool
+        self,
+        batch: Batch,
+        depths: int,
+        *,
+        axes: tuple[str, ...],
+        train: bool,
+        with_labels: bool = False,
     ) -> tuple[list[Array], dict[str, Any]]:
         rows, tokens = batch.tokens.shape
         if batch.embeddings is not None:
@@ -207,7 +215,7 @@ class SpeechLM(nnx.Module):
         tokens_RL = jnp.maximum(with_future(batch.tokens, batch.future_tokens), 0)
         buffers = self._encoder_buffers()
         if batch.has_audio:
-            audio_RED, buffers = self._encode(batch, axes=axes, train=train)
+            audio_RED, buffers = self._encode(batch, axes=axes, train=train, with_labels=with_labels)
             slots_RL = with_future(batch.audio_slots, batch.future_audio_slots)
             # A slot has a token or a frame: the other is looked up nowhere and is 0. A choice between them
             # would keep a mask of every dim for the backward pass.
@@ -368,7 +376,7 @@ class SpeechLM(nnx.Module):
         return jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=acc)
 
     def _encode(
-        self, batch: Batch, *, axes: tuple[str, ...], train: bool
+        self, batch: Batch, *, axes: tuple[str, ...], train: bool, with_labels: bool
     ) -> tuple[Float[Array, "R E D"], dict[str, Any]]:
         """Encodes this rank's frames, and gathers every rank's embeddings: those of the whole row."""
         if self.encoder is None or self.adapter is None:
@@ -383,7 +391,9 @@ class SpeechLM(nnx.Module):
         recordings, dtype = None, self.compute.dtype
         wide = jnp.promote_types(jnp.float32, dtype) if self.is_wide else dtype
         if batch.recording_ids is not None and batch.recording_positions is not None:
-            recordings = Recordings(batch.recording_ids, batch.recording_positions)
+            labels = batch.recording_labels if with_labels else None
+            most = self.max_documents or batch.recording_ids.shape[1]
+            recordings = Recordings(batch.recording_ids, batch.recording_positions, labels, most)
         with jax.default_matmul_precision("highest") if self.is_wide else nullcontext():
             y_ED, buffers = self.encoder(
                 batch.features.reshape(rows * frames, width).astype(wide),

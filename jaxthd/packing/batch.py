@@ -53,8 +53,11 @@ class Batch(NamedTuple):
         is split over the context ranks, 0 for none; all of these ranks hold it. None under other layouts, or
         if no document may be split.
     recording_ids: 0 on unused outputs, else the recording's number in the row, from 1, in the order of its
-        slots. recording_positions: index of the output among the recording's audio tokens; -1 where it is
-        none, being unused, or another piece's. None for a front end that does not read them.
+        slots. recording_positions: index p of the output among the recording's audio tokens; -2 - p where
+        another piece gives the token, or would if it were one; -1 on unused outputs. None for a front end
+        that does not read them.
+    recording_labels: labels of the output's recording, in order, so many at each of its audio tokens; -1
+        where there is none. None for a front end without labels.
 
     A document with several answers (Document.answers) is several segments. Where its prompt is shared, one
     segment holds the prompt without its last token, and each answer's segment begins with that token again,
@@ -83,6 +86,7 @@ class Batch(NamedTuple):
     splits: Int32[Any, "R C"] | None = None
     recording_ids: Int32[Any, "R E"] | None = None
     recording_positions: Int32[Any, "R E"] | None = None
+    recording_labels: Int32[Any, "R E labels"] | None = None
 
     @property
     def has_audio(self) -> bool:

@@ -28,7 +28,7 @@ class AudioPiece(NamedTuple):
 
     features: float32 [F, W]. first, tokens: which of the outputs of these frames are audio tokens, `tokens`
     of them from the one with number `first` on. begins: whether it is the first piece of its recording.
-    owned, padding: as in Piece.
+    owned, padding: as in Piece. labels: of the whole recording, at its first piece (FrontEnd.labeller).
     """
 
     features: Float32[np.ndarray, "F W"]
@@ -37,6 +37,7 @@ class AudioPiece(NamedTuple):
     begins: bool = True
     owned: int | None = None
     padding: int = 0
+    labels: tuple[int, ...] = ()
 
     @property
     def own_frames(self) -> int:

@@ -91,6 +91,7 @@ class _Audio(NamedTuple):
     piece_positions: Int32[np.ndarray, " E"]
     recording_ids: Int32[np.ndarray, " E"] | None
     recording_positions: Int32[np.ndarray, " E"] | None
+    recording_labels: Int32[np.ndarray, "E labels"] | None
 
 
 def pack_row(
@@ -285,6 +286,8 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
     rising = sorted(first for first, piece in begun if len(piece.features))
     number = {first: i for i, first in enumerate(rising, 1)}
     slots_of_tokens = [np.full(len(document), -1, np.int32) for document in documents]
+    labels = np.full((limits.array_outputs, front_end.labels_per_output), -1, np.int32)
+    waiting: tuple[int, ...] = ()
     recording = heard = 0
     for document, of_tokens, starts_of_document in zip(documents, slots_of_tokens, starts, strict=True):
         slots = [np.empty(0, np.int32)]
@@ -302,13 +305,21 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
             piece_ids[at], piece_positions[at] = number.get(first, 0), np.arange(count)
             recording_ids[at] = recording
             slots.append(at[piece.first : piece.first + piece.tokens])
-            recording_positions[slots[-1]] = heard + np.arange(piece.tokens)
+            position = heard - piece.first + np.arange(count, dtype=np.int32)
+            is_own = (position >= heard) & (position < heard + piece.tokens)
+            recording_positions[at] = np.where(is_own, position, -2 - position)
+            waiting = piece.labels if piece.begins else waiting
+            room = piece.tokens * labels.shape[1]
+            own, waiting = waiting[:room], waiting[room:]
+            of_piece = np.pad(np.asarray(own, np.int32), (0, room - len(own)), constant_values=-1)
+            labels[slots[-1]] = of_piece.reshape(piece.tokens, -1)
             heard += piece.tokens
         of_tokens[document.is_audio] = np.concatenate(slots)
     for segment in placed:
         audio_slots[segment.start : segment.end] = slots_of_tokens[segment.document - 1][segment.indices]
     recordings = (recording_ids, recording_positions) if front_end.reads_recordings else (None, None)
-    return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, *recordings)
+    own_labels = labels if front_end.labels_per_output else None
+    return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, *recordings, own_labels)
 
 
 def laid_out(row: TokenArrays, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:

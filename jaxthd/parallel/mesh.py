@@ -204,6 +204,7 @@ def batch_specs() -> Batch:
         splits=PartitionSpec(DATA),
         recording_ids=audio,
         recording_positions=audio,
+        recording_labels=audio,
     )
 
 

@@ -89,7 +89,7 @@ def abstract_batch(config: Config) -> Batch:
 
     audio: dict[str, Any] = dict.fromkeys(AUDIO_FIELDS)
     if encoder is not None and audio_frames:
-        frames = (data.rows, audio_frames)
+        frames, labels = (data.rows, audio_frames), encoder.labels_per_output
         audio = {
             "audio_slots": ints(tokens),
             "features": jax.ShapeDtypeStruct((*frames, encoder.width), jnp.float32),
@@ -100,6 +100,7 @@ def abstract_batch(config: Config) -> Batch:
                 ("recording_ids", "recording_positions"), ints(outputs) if encoder.reads_recordings else None
             ),
             "future_audio_slots": ints(future),
+            "recording_labels": ints((*outputs, labels)) if labels else None,
         }
     objective = objective_of(config)
     has_answers = compares_answers(objective)

@@ -6,7 +6,7 @@ counts of the whole batch, which are known before. The shares of all ranks add u
 what several ranks hold are summed over these ranks once, afterwards (steps/training.py).
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from jaxthd.models.adapt import join
 from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, transcripts
 from jaxthd.models.dropout import Draws, drawing
+from jaxthd.models.front_ends.contract import LABEL_LOSS
 from jaxthd.models.hybrid import StackedLayers
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
@@ -65,7 +66,7 @@ class Counts(NamedTuple):
     objective: by name. totals: Objective.totals, as they are. real: tokens that are not padding.
     supervised_future, real_future: for each depth of multi-token prediction its supervised tokens, and those
     whose document has a token that far on, [K].
-    ctc: None without the CTC loss.
+    ctc: None without the CTC loss. labels: of recordings, for the encoder's loss; None without it.
     """
 
     objective: dict[str, Array]
@@ -74,6 +75,7 @@ class Counts(NamedTuple):
     supervised_future: Array
     real_future: Array
     ctc: CTCCounts | None
+    labels: Array | None = None
 
 
 class SkipState(NamedTuple):
@@ -81,10 +83,12 @@ class SkipState(NamedTuple):
     D].
 
     future: of each depth's future tokens. own: of the tokens themselves, for the CTC loss; else None.
+    label_loss: this rank's share of the encoder's loss on labels (contract.LABEL_LOSS), a number; else None.
     """
 
     future: list[Array]
     own: Array | None
+    label_loss: Array | None = None
 
 
 class HeadOutputs(NamedTuple):
@@ -124,7 +128,10 @@ def count(batch: Batch, config: Config) -> Counts:
         real_future=has_token_KRT.sum((1, 2)),
         ctc=_count_ctc(batch, config) if trains_ctc(batch, config) else None,
     )
-    return jax.lax.psum(own, TOKEN_AXES)
+    counts = jax.lax.psum(own, TOKEN_AXES)
+    if batch.recording_labels is None:
+        return counts
+    return counts._replace(labels=jax.lax.psum((batch.recording_labels >= 0).sum(), AXES))
 
 
 def at_least_one(counts: Counts) -> Counts:
@@ -226,8 +233,10 @@ class Forward:
     def embed(self, embed: Tree, state: Tree, batch: Batch) -> tuple[Array, SkipState, Tree]:
         """Embeds the batch: (activations, what goes around the stages, encoder statistics)."""
         model = self.model(with_encoder(self._buffers, state), embed=embed)
-        (x_nD, *future), state = model.embed_with_future(batch, axes=AXES, train=self._batch_statistics)
-        return x_nD, SkipState(future, x_nD if trains_ctc(batch, self._config) else None), state
+        given: dict[str, Any] = {"train": self._batch_statistics, "with_labels": self._counts is not None}
+        (x_nD, *future), state = model.embed_with_future(batch, axes=AXES, **given)
+        label_loss = state.pop(LABEL_LOSS, None)
+        return x_nD, SkipState(future, x_nD if trains_ctc(batch, self._config) else None, label_loss), state
 
     def prepare(self, pattern: str, stage: Tree, chunk: Array | int, batch: Batch) -> PreparedStage:
         """Selects the layers of a chunk, and what stays the same for all microbatches."""
@@ -258,6 +267,10 @@ class Forward:
             )
             outputs = self._outputs(logp_N, batch)
             local_loss = outputs.objective[LOSS]
+        if skip.label_loss is not None and self._counts is not None and self._counts.labels is not None:
+            share = skip.label_loss / self._counts.labels
+            local_loss += self._config.model.audio_encoder.label_loss * share
+            outputs = outputs._replace(objective={**outputs.objective, LABEL_LOSS: share})
         if skip.own is None or head_VD is None:
             return local_loss, outputs
         ctc = self._ctc(model, skip.own, batch, head_VD)

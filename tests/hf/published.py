@@ -137,10 +137,10 @@ class Published(NamedTuple):
         tokens, frames = zip(*((len(d), front_end.taken(d.pieces)) for d in documents), strict=True)
         return {"capacity": sum(tokens), "audio_capacity": sum(frames)}
 
-    def gradients(self) -> dict[str, np.ndarray]:
-        """The library's gradients by jaxthd's names."""
+    def gradients(self, kind: str = "grad") -> dict[str, np.ndarray]:
+        """The library's gradients by jaxthd's names. kind: what their names in the reference begin with."""
         shapes = shapes_of(self.config)
-        theirs = group(self.arrays, "grad")
+        theirs = group(self.arrays, kind)
         tensors = [
             t._replace(slices=t.slices if t.name in theirs else ())
             for t in self.checkpoint.tensors(self.config.model, shapes)

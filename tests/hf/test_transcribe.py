@@ -1,15 +1,29 @@
 """Nemotron 3.5 Transcribe: what transformers computes with it, and its folder in and out."""
 
+from dataclasses import replace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import tokenizers
 
+from jaxthd.checkpoints.weights import Weights, load_model, named_weights
+from jaxthd.config import DataConfig, MeshConfig, TrainConfig
 from jaxthd.convert import export_weights, import_weights
+from jaxthd.errors import UserError
 from jaxthd.models.front_ends.log_mel import filters, window
+from jaxthd.models.front_ends.transcribe.labels import Labeller, WordTimes
+from jaxthd.models.stacks import from_stages
+from jaxthd.packing.batch import concatenate_rows
+from jaxthd.packing.pack import pack_row
+from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.helpers import assert_same
 from tests.hf.published import assert_identical, change_published, group, tensors
-from tests.hf.transcribed import Transcribed, reference, write_transcribe
+from tests.hf.transcribed import AUDIO, CAPACITY, Transcribed, labelled, reference, write_transcribe
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +76,66 @@ def test_speakers_that_the_data_names_take_the_place_of_the_diarizers(family):
         found = silenced.run(order, named=True)[1][place]
         np.testing.assert_allclose(found, family.arrays[f"logits.{n}"], rtol=0, atol=2e-5)
     assert np.abs(silenced.run([2])[1][0] - family.arrays["logits.2"]).max() > 1e-2
+
+
+def on_mesh(family: Transcribed, mesh: MeshConfig, weight: float) -> tuple[Gradient, dict[str, np.ndarray]]:
+    """(Gradient of all documents in two rows, its gradients by jaxthd's names). weight: of the CTC loss, for
+    which recordings get the reference's labels."""
+    encoder = family.front_end
+    encoder = replace(encoder, word_times=replace(encoder.word_times, loss=weight))
+    model, data = replace(family.config.model, encoder=encoder), DataConfig(max_documents=8)
+    config = replace(family.config, mesh=mesh, model=model, data=data, train=TrainConfig(microbatches=2))
+    documents = []
+    for n in family.numbers:
+        document, labels = family.document(n), tuple(family.arrays[f"ctc.labels.{n}"].tolist())
+        documents.append(replace(document, pieces=labelled(document.pieces, labels)))
+    sizes: dict[str, Any] = {"capacity": CAPACITY, "audio_capacity": AUDIO, "max_documents": 8}
+    ranks = {"context": mesh.context, "audio_ranks": mesh.audio_ranks}
+    rows = [documents[::2], documents[1::2]]
+    packed = [pack_row(row, **sizes, **ranks, front_end=encoder)[0] for row in rows]
+    blueprint, devices = Blueprint(config), make_mesh(mesh)
+    held = load_model([family.checkpoint.path], blueprint, devices)
+    step = jax.jit(loss_and_gradient(blueprint, devices))
+    got = step(*held, put_batch(concatenate_rows(packed), devices))
+    own = from_stages(jax.device_get(got.gradients), blueprint.stages)
+    named = named_weights(Weights(own, {})).items()
+    return got, {name: np.asarray(x) for name, x in named if x is not None}
+
+
+def test_the_head_for_word_times_trains_by_ctc_on_a_mesh_of_all_axes(family):
+    """Loss and gradients of both losses are those that torch gives each document alone."""
+    weight, arrays = 0.3, family.arrays
+    got, gradients = on_mesh(family, MeshConfig(1, 2, 2, 2), weight)
+    labels = sum(len(arrays[f"ctc.labels.{n}"]) for n in family.numbers)
+    np.testing.assert_allclose(got.objective["label_loss"], arrays["ctc.loss"] / labels, rtol=1e-5)
+    supervised = sum(int(family.document(n).supervised.sum()) for n in family.numbers)
+    np.testing.assert_allclose(got.loss, arrays["loss"] / supervised, rtol=1e-5)
+    text, words = family.gradients(), family.gradients("ctc.grad")
+    want = {name: x / supervised + weight * words.get(name, 0) / labels for name, x in text.items()}
+    assert_same(gradients, {name: want[name] for name in gradients}, 1e-4)
+    assert {name.split(".")[1] for name in want.keys() - gradients.keys()} == {"diarizer"}
+    assert all(gradients[name].any() for name in gradients if "word_times" in name)
+
+
+def test_labels_are_the_words_pieces_and_fit_the_frames(tmp_path):
+    def encoded(text: str) -> list[int]:
+        return [x for word in text.split() for x in pieces.encode(f" {word}").ids]
+
+    pieces = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "bb": 1, "?": 2}, "?"))
+    pieces.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    (tmp_path / "alignment_tokenizer").mkdir()
+    pieces.save(str(tmp_path / "alignment_tokenizer" / "tokenizer.json"))
+    words = WordTimes(classes=4, blank=3, loss=0.1, most_labels=5)
+    labeller = Labeller(str(tmp_path), words)
+    assert list(labeller("<spk:0>a bb\u2014a <SPK:1> a", 9)) == encoded("a bb a a") == [0, 1, 0, 0]
+    assert list(labeller("a a", 2)) == [0, 0]
+    assert not labeller("a a", 1), "a blank between two of the same"
+    assert not labeller("a bb a bb a bb", 9), "more than most_labels"
+    assert not labeller("<spk:0>", 9)
+    with pytest.raises(UserError, match="ids up to 2; expected fewer than the head's 2 classes"):
+        Labeller(str(tmp_path), replace(words, classes=2))
+    with pytest.raises(UserError, match=r"loss is 0\.1, and there is no .*alignment_tokenizer"):
+        Labeller(str(tmp_path / "alignment_tokenizer"), words)
 
 
 @pytest.mark.parametrize("form", ["columns", "each"])

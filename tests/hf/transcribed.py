@@ -63,6 +63,11 @@ class Transcribed(Published):
         return super().run(numbers, capacity, audio_capacity, **how)
 
 
+def labelled(pieces: Sequence[AudioPiece], labels: tuple[int, ...]) -> tuple[AudioPiece, ...]:
+    """The pieces of a recording with labels."""
+    return (pieces[0]._replace(labels=labels), *pieces[1:])
+
+
 @functools.cache
 def reference() -> dict[str, np.ndarray]:
     """All arrays of the reference."""

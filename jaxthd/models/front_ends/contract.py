@@ -14,16 +14,27 @@ from jaxthd.packing.segments import Segments
 
 
 class Recordings(NamedTuple):
-    """The recordings of the outputs on this rank: Batch.recording_ids and recording_positions."""
+    """The recordings of the outputs on this rank: Batch.recording_ids and recording_positions; and
+    recording_labels, where the module shall compute its loss on them, else None. most: the most recordings
+    with labels in a row."""
 
     ids: Int32[Array, "R E"]
     positions: Int32[Array, "R E"]
+    labels: Int32[Array, "R E labels"] | None = None
+    most: int = 0
+
+
+LABEL_LOSS = "label_loss"
 
 
 @runtime_checkable
 class Encoder(Protocol):
     """An nnx.Module. keeps_gathered: whether weights that FSDP shards are kept, once gathered, for the
-    backward pass."""
+    backward pass.
+
+    With FrontEnd.label_loss its buffers have a further entry LABEL_LOSS where recordings have labels: this
+    rank's share of the sum of the losses of all recordings, which the ranks' shares add up to.
+    """
 
     keeps_gathered: bool
 

@@ -13,9 +13,10 @@ from jax import Array
 from jaxtyping import Bool, Float, Float32
 
 from jaxthd.config import ComputeConfig
-from jaxthd.models.front_ends.contract import Recordings
+from jaxthd.models.front_ends.contract import LABEL_LOSS, Recordings
 from jaxthd.models.front_ends.stacked.module import Pieces, StackedEncoder
 from jaxthd.models.front_ends.transcribe.diarizer import Diarizer
+from jaxthd.models.front_ends.transcribe.order import Order
 from jaxthd.models.front_ends.transcribe.settings import Transcribe
 from jaxthd.models.front_ends.transcribe.speakers import heard_speakers
 from jaxthd.models.front_ends.transcribe.word_times import WordTimesHead
@@ -60,6 +61,8 @@ class TranscribeEncoder(StackedEncoder):
         normed_AM, raw_AM = features_AW[:, :bands], features_AW[:, bands : 2 * bands]
         normed_AM = normed_AM.astype(self.dtype or normed_AM.dtype)
         y_ED = self.run(self.embedded(normed_AM, mask_A, len(segments.ids)), pieces)
+        is_whole_RE = mask_A.reshape(segments.rows, -1, config.stack)[..., -1]
+        order = Order.of(recordings, is_whole_RE, row_axes)
         named_E = jnp.where(segments.valid, features_AW[:: config.stack, -1], 0)
         is_unknown_E = named_E < 0
         has_unknown = jax.lax.pmax(is_unknown_E.any().astype(jnp.int32), axes) > 0
@@ -68,14 +71,19 @@ class TranscribeEncoder(StackedEncoder):
 
         def diarized() -> Array:
             """Who speaks where the data does not say it."""
-            given = raw_AM, mask_A, pieces, recordings, axes, row_axes
+            given = raw_AM, mask_A, pieces, order, axes, row_axes
             return jnp.where(is_unknown_E[:, None], heard_speakers(self.diarizer, config, *given), named_ES)
 
         heard_ES = jax.lax.cond(has_unknown, diarized, lambda: named_ES).astype(y_ED.dtype)
         normed_ES = applied(self.speaker_norm, heard_ES, keeps_gathered=self.keeps_gathered)
+        buffers: dict[str, Any] = {}
+        if self.word_times is not None and recordings.labels is not None:
+            givers_E = order.givers(recordings, row_axes)
+            h_ND = self.word_times.hidden(y_ED, segments, hidden_E, givers_E, axes, row_axes)
+            buffers[LABEL_LOSS] = self.word_times.loss(h_ND, recordings, order, row_axes)
         y_ED = applied(self.output_norm, y_ED, keeps_gathered=self.keeps_gathered)
         y_ED = y_ED + normed_ES @ jnp.asarray(speaker_table(config.diarizer.speakers, config.dim), y_ED.dtype)
-        return jnp.where(segments.valid[:, None], y_ED, 0), {}
+        return jnp.where(segments.valid[:, None], y_ED, 0), buffers
 
 
 def speaker_table(speakers: int, dim: int) -> Float32[np.ndarray, "S D"]:

@@ -3,7 +3,7 @@
 Without jax: the loader's workers import it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -16,6 +16,7 @@ from jaxthd.config.values import DERIVED, Index, Share
 from jaxthd.files.tensor_names import Table
 from jaxthd.models.front_ends.log_mel import HOP, normalised
 from jaxthd.models.front_ends.stacked.settings import Stacked
+from jaxthd.models.front_ends.transcribe.labels import Labeller, WordTimes
 from jaxthd.models.front_ends.transcribe.tensors import encoder_table
 
 
@@ -70,35 +71,6 @@ class Diarizer:
     speakers: int = 8
     """The most speakers of a recording, in the order in which they are heard first."""
     cache: SpeakerCache = field(default_factory=SpeakerCache)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WordTimes:
-    """A head that finds words in time, by a CTC loss over pieces of words: several frames for each output,
-    Transformer blocks, a linear layer. The text does not depend on it."""
-
-    classes: Index = 0
-    """Pieces of words, with the blank; 0: the model has no such head."""
-    blank: Index = 0
-    """The class that is the blank."""
-    upsampling: int = 2
-    """Frames of the head for each encoder frame."""
-    layers: int = 2
-    """Transformer blocks."""
-    heads: int = 4
-    """Attention heads."""
-    head_dim: int = 32
-    """Dim of a head."""
-    ffn_dim: int = 64
-    """Inner dim of the feed-forward module."""
-    rope_theta: float = 1e4
-    """Base of the rotary position embedding."""
-    rope_fraction: float = 0.5
-    """Share of a head's features that are rotated, from the first on."""
-    residual_scale: float = 0.1
-    """Factor on what the blocks add to the frames."""
-    loss: float = 0.0
-    """Weight of the head's CTC loss in training; 0: the head stays as it is."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -247,6 +219,17 @@ class Transcribe(Stacked):
             rope_theta=of.rope_theta,
             rope_fraction=of.rope_fraction,
         )
+
+    @property
+    def label_loss(self) -> float:
+        return self.word_times.loss if self.word_times.classes else 0.0
+
+    @property
+    def labels_per_output(self) -> int:
+        return self.word_times.upsampling if self.label_loss else 0
+
+    def labeller(self, tokenizer: str) -> Callable[[str, int], Sequence[int]]:
+        return Labeller(tokenizer, self.word_times)
 
     def tensors(self) -> Table:
         upsampling = self.word_times.upsampling if self.word_times.classes else 0

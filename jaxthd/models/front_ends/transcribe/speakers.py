@@ -18,61 +18,15 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float, Int32
+from jaxtyping import Bool, Float
 
-from jaxthd.models.front_ends.contract import Recordings
 from jaxthd.models.front_ends.stacked.module import Pieces
 from jaxthd.models.front_ends.transcribe.diarizer import Diarizer
+from jaxthd.models.front_ends.transcribe.order import Order, of_rank, over_ranks
 from jaxthd.models.front_ends.transcribe.settings import Transcribe
 from jaxthd.models.front_ends.transcribe.speaker_cache import Memory
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.params import gathered_module
-
-
-class Order(NamedTuple):
-    """The audio tokens of these rows in the order of their recordings, of all ranks that share the rows.
-
-    source: the output of each, among R x (ranks E). place: the inverse. positions: in its recording; -1
-    behind the last one. stop: the place behind the recording's last one. is_whole: whether the recording's
-    last output has all its frames, so that one of zeros follows.
-    """
-
-    source: Int32[Array, " M"]
-    place: Int32[Array, " M"]
-    positions: Int32[Array, " M"]
-    stop: Int32[Array, " M"]
-    is_whole: Bool[Array, " M"]
-
-    @classmethod
-    def of(cls, recordings: Recordings, is_whole_RE: Bool[Array, "R E"], axes: tuple[str, ...]) -> "Order":
-        """is_whole: whether the output has all its frames. axes: of the ranks that share rows."""
-        ids_RM, positions_RM, whole_RM = (
-            over_ranks(x, axes) for x in (recordings.ids, recordings.positions, is_whole_RE)
-        )
-        count = ids_RM.size
-        is_token_M = (positions_RM >= 0).reshape(-1)
-        row_R1 = jnp.arange(len(ids_RM), dtype=jnp.int32)[:, None]
-        group_M = jnp.where(is_token_M, (row_R1 * ids_RM.shape[1] + ids_RM).reshape(-1), count + count)
-        index_M = jnp.arange(count, dtype=jnp.int32)
-        given = group_M.astype(jnp.int32), positions_RM.reshape(-1), index_M
-        group_M, positions_M, source_M = jax.lax.sort(given, num_keys=2)
-        ends_M = jnp.pad(group_M[1:] != group_M[:-1], (0, 1), constant_values=True)
-        stop_M = jax.lax.cummin(jnp.where(ends_M, index_M + 1, count), reverse=True)
-        place_M = jnp.zeros_like(index_M).at[source_M].set(index_M)
-        last_is_whole_M = whole_RM.reshape(-1)[source_M[stop_M - 1]]
-        return cls(source_M, place_M, positions_M, stop_M, last_is_whole_M)
-
-    def own(self, rows: int, axes: tuple[str, ...]) -> Int32[Array, " N"]:
-        """The places of this rank's outputs."""
-        place_RM = self.place.reshape(rows, -1)
-        outputs = place_RM.shape[1] // jax.lax.axis_size(axes)
-        start = jax.lax.axis_index(axes) * outputs if axes else 0
-        return jax.lax.dynamic_slice_in_dim(place_RM, start, outputs, axis=1).reshape(-1)
-
-
-def over_ranks(x_RE: Array, axes: tuple[str, ...]) -> Array:
-    """The rows' outputs on all ranks that share them, [R, ranks E, ...]."""
-    return jax.lax.all_gather(x_RE, axes, axis=1, tiled=True) if axes else x_RE
 
 
 def heard_speakers(
@@ -81,19 +35,17 @@ def heard_speakers(
     features_AM: Float[Array, "A M"],
     mask_A: Bool[Array, " A"],
     pieces: Pieces,
-    recordings: Recordings,
+    order: Order,
     axes: tuple[str, ...],
     row_axes: tuple[str, ...],
 ) -> Float[Array, "N S"]:
-    """1 where a speaker is heard in an output, else 0. features: not normalised. Other arguments: as in the
-    contract (Encoder)."""
+    """1 where a speaker is heard in an output, else 0. features: not normalised. order: of the recordings.
+    mask, axes, row_axes: as in the contract (Encoder)."""
     graph, state = nnx.split(diarizer)
     diarizer = nnx.merge(graph, jax.tree.map(jax.lax.stop_gradient, state))
     rows, count = pieces.segments.rows, len(pieces.segments.ids)
     x_ND = diarizer.encoder.embedded(features_AM, mask_A, count)
     probabilities_NS = diarizer.probabilities(x_ND, pieces)
-    is_whole_RE = mask_A.reshape(rows, -1, config.stack)[..., -1]
-    order = Order.of(recordings, is_whole_RE, row_axes)
     heard_NS = (probabilities_NS > config.threshold).astype(x_ND.dtype)
     is_later_M = order.positions >= config.chunk_outputs
     has_later = jax.lax.pmax(is_later_M.any().astype(jnp.int32), axes) > 0
@@ -105,7 +57,7 @@ def heard_speakers(
         whole: Diarizer = gathered_module(diarizer, x_ND.dtype)
         given = order, embedded_MD, probabilities_MS, pieces.segments.block
         heard_MS = _later_chunks(whole, config, *given, row_axes)
-        at_N = order.own(rows, row_axes)
+        at_N = of_rank(order.place, rows, row_axes)
         return jnp.where(is_later_M[at_N][:, None], heard_MS[at_N], heard_NS)
 
     return jax.lax.stop_gradient(jax.lax.cond(has_later, later, lambda: heard_NS))
