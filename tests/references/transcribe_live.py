@@ -30,7 +30,8 @@ from tests.references.transcribe import FIELDS, STACK, calibrate, decisions, on_
 from tests.waves import talk
 
 ANSWER = 12
-SPECIAL = ("<s>", "</s>", "<pad>", "<ev:laugh>", "<sty:low>", "<unk>", "<|im_start|>", "<|im_end|>", *(f"<spk:{n}>" for n in range(8)))
+MARKS = ("<s>", "</s>", "<pad>", "<unk>", "<ev:laugh>", "<sty:low>", "<|im_start|>", "<|im_end|>")
+SPECIAL = (*MARKS, *(f"<spk:{n}>" for n in range(8)))
 AUDIO = "<|audio|>"
 TEMPLATE = """{% for message in messages %}<|im_start|>{{ message['role'] }}
 {% if message['content'] is string %}{{ message['content'] }}{% else %}{% for part in message['content'] %}\
