@@ -81,6 +81,12 @@ _PUBLISHED = Naming(True, "llm.model.embed_tokens.weight", "_fp32_params.", "col
 """The LLM's tensors as they are published."""
 _EXPECTED = {"sampling_rate": 16000, "hop_length": 160, "n_fft": 512, "win_length": 400, "preemphasis": 0.97}
 """The feature extractor's settings."""
+_PROMPT = (
+    "Audio transcription. Language: as spoken. Wording: verbatim, including fillers and repetitions. "
+    "Formatting: punctuation and capitalization. Output: transcript only."
+)
+_DATA = {"prompt": f"{_PROMPT}{{audio}}", "template_options": '{"enable_thinking": false}'}
+"""How the published model is asked for a transcript, in the settings of a run."""
 _CHUNKS = {"chunk_length": 500, "chunk_left_context": 50, "chunk_right_context": 50}
 
 
@@ -101,6 +107,7 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
         fields=partial(_fields, bfloat16_filters=in_bfloat16),
         tensors=partial(_tensors, naming=naming),
         finish=partial(_finish, bfloat16_filters=in_bfloat16),
+        data=lambda fields: {**_DATA, "prompt": _prompt(reader.path)},
     )
     return changed, fields, reader
 
@@ -108,19 +115,32 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
 def _extractor(folder: Path) -> Fields:
     """The settings of the feature extractor; {} where the folder has none."""
     for name in (_PROCESSOR, _EXTRACTOR):
-        file = folder / name
-        if file.is_file():
-            try:
-                found = json.loads(file.read_text())
-                settings: Fields = found.get("feature_extractor", found)
-                has_bands = settings.get("feature_size") is not None
-            except (OSError, ValueError, AttributeError) as error:
-                raise UserError(
-                    f"{file} cannot be read ({error}); expected what transformers writes: copy it anew"
-                ) from error
-            if has_bands:
-                return settings
+        found = _object(folder / name)
+        settings = found.get("feature_extractor", found)
+        if isinstance(settings, Mapping) and settings.get("feature_size") is not None:
+            return settings
     return {}
+
+
+def _prompt(folder: Path) -> str:
+    """The user's turn for a recording: the processor's text before it."""
+    text = _object(folder / _PROCESSOR).get("default_transcription_prompt")
+    return f"{text if isinstance(text, str) else _PROMPT}{{audio}}"
+
+
+def _object(file: Path) -> Fields:
+    """The file's JSON object; {} without a file."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}); expected what transformers writes: copy it anew"
+        ) from error
+    return found
 
 
 def _blocks(fields: Fields, name: str, dim: int = 0) -> dict[str, Any]:
@@ -326,5 +346,6 @@ FAMILY = Family(
     opened=_opened,
     mtp_tensors=lambda fields: ("llm.mtp.",),
     finish=_finish,
+    data=lambda fields: _DATA,
     meaningless=lambda model: NEMOTRON_H.meaningless_fields(model.llm),
 )
