@@ -5,9 +5,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from jaxthd.models.front_ends import FastConformer
+from jaxthd.models.front_ends import FastConformer, Transcribe
+from jaxthd.models.front_ends.transcribe.labels import WordTimes
 from jaxthd.packing.batch import AUDIO_FIELDS, Batch, concatenate_rows
-from jaxthd.packing.document import Document
+from jaxthd.packing.document import Document, audio_pieces
 from jaxthd.packing.fit import BufferLimits
 from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import PackReport, pack_row
@@ -154,6 +155,7 @@ def test_batch_has_the_contracts_shapes_and_dtypes():
         "splits",
         "recording_ids",
         "recording_positions",
+        "recording_labels",
     )
     assert {fields.pop(name) for name in absent} == {None}
     assert {k: (v.shape, v.dtype) for k, v in fields.items()} == expected
@@ -252,6 +254,7 @@ def test_without_room_for_audio_its_arrays_are_none_and_all_others_the_same(cont
         "splits",
         "recording_ids",
         "recording_positions",
+        "recording_labels",
     }
     absent = {name for name, x in without._asdict().items() if x is None} - optional
     assert absent == set(AUDIO_FIELDS) == {
@@ -321,3 +324,39 @@ def test_what_does_not_fit_is_refused():
         pack(documents, capacity=total + 8 - total % 8 + 1, context=4)
     with pytest.raises(ValueError, match="has audio frames of 3 numbers, expected 80"):
         pack(documents, front_end=FastConformer(num_mels=80))
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_front_end_that_reads_recordings_is_told_whose_token_each_output_is(ranks: int):
+    """By what the outputs hold: the first number of a frame is its own number in the recording."""
+    words = WordTimes(classes=9, blank=8, upsampling=2, loss=1.0)
+    front_end = Transcribe(mel_bands=1, stack=4, chunk_outputs=5, context_outputs=(2, 1), word_times=words)
+    documents, lengths = [], (3, 24, 40, 81, 20)
+    for n, frames in enumerate(lengths):
+        run = np.zeros((frames + (frames % 4 == 0), 3), np.float32)
+        run[:, 0] = 1000 * n + np.arange(len(run))
+        pieces = audio_pieces(front_end.pieces(160 * frames), [run])
+        pieces[0] = pieces[0]._replace(labels=tuple(range(n, n + frames // 4)))
+        documents.append(Document.splice(f"{n}", [AUDIO], [False], [pieces], AUDIO))
+    sizes = {**SIZES, "front_end": front_end, "audio_capacity": 280}
+    batch, _ = pack_row(documents, **sizes, audio_ranks=ranks, order_seed=None)
+    ids, positions, labels = batch.recording_ids[0], batch.recording_positions[0], batch.recording_labels[0]
+    first = batch.features[0].reshape(-1, 4, 3)[:, 0, 0].astype(int)
+    is_used = batch.piece_ids[0] > 0
+    assert (ids[~is_used] == 0).all()
+    assert (positions[~is_used] == -1).all()
+    for n, frames in enumerate(lengths):
+        of_recording = is_used & (ids == n + 1)
+        own, tokens = of_recording & (positions >= 0), -(-frames // 4)
+        assert sorted(positions[own]) == list(range(tokens))
+        np.testing.assert_array_equal(first[own], 1000 * n + 4 * positions[own])
+        others = of_recording & (positions < 0)
+        np.testing.assert_array_equal(first[others], 1000 * n + 4 * (-2 - positions[others]))
+        assert others.any() == (tokens > 5 or frames % 4 == 0)
+        masked = ~batch.frame_mask[0].reshape(-1, 4)[of_recording, 0]
+        np.testing.assert_array_equal(masked, first[of_recording] == 1000 * n + frames)
+        in_order = labels[own][np.argsort(positions[own])].reshape(-1)
+        want = np.full(2 * tokens, -1)
+        want[: frames // 4] = range(n, n + frames // 4)
+        np.testing.assert_array_equal(in_order, want)
+    assert (labels[positions < 0] == -1).all()
