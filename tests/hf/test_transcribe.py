@@ -1,6 +1,8 @@
 """Nemotron 3.5 Transcribe: what transformers computes with it, and its folder in and out."""
 
+import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -10,20 +12,27 @@ import pytest
 import tokenizers
 
 from jaxthd.checkpoints.weights import Weights, load_model, named_weights
-from jaxthd.config import DataConfig, MeshConfig, TrainConfig
+from jaxthd.config import AdaptConfig, DataConfig, MeshConfig, TrainConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
+from jaxthd.files.config_file import load_config
+from jaxthd.hf.transcribe import FAMILY
 from jaxthd.models.front_ends.log_mel import filters, window
 from jaxthd.models.front_ends.transcribe.labels import Labeller, WordTimes
 from jaxthd.models.stacks import from_stages
 from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
+from jaxthd.planning.parameters import parameter_groups
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.helpers import assert_same
-from tests.hf.published import assert_identical, change_published, group, tensors
+from tests.hf.published import REFERENCES, assert_identical, change_published, group, tensors
 from tests.hf.transcribed import AUDIO, CAPACITY, Transcribed, labelled, reference, write_transcribe
+
+CONFIG = Path(__file__).parents[2] / "configs" / "transcribe.py"
+PUBLISHED: dict[str, Any] = json.loads((REFERENCES / "published_configs.json").read_text())["transcribe"]
+"""The published model's config.json."""
 
 
 @pytest.fixture(scope="module")
@@ -159,3 +168,41 @@ def test_export_of_an_import_is_identical_and_holds_what_is_not_read(tmp_path, f
         export_weights(tmp_path / "here", tmp_path / "new")
         own = set(tensors(folder)) - {f"{name}" for name in group(reference(), "unread")}
         assert_identical(tensors(tmp_path / "new"), {name: tensors(folder)[name] for name in own})
+
+
+def test_the_config_is_that_of_the_published_model():
+    """Its size is that of transformers' model on the device "meta". Its settings are written back."""
+    config = load_config(CONFIG)
+    model = config.model
+    assert FAMILY.configure(PUBLISHED, model) == model
+    written = {**FAMILY.fields(model), "audio_token_id": PUBLISHED["audio_token_id"]}
+    assert FAMILY.configure(written, model) == model
+    groups = parameter_groups(replace(config, adapt=AdaptConfig()))
+    assert sum(group.parameters for group in groups) == 32_361_750_159
+    assert sum(group.parameters for group in groups if group.part == "encoder") == 730_116_504 + 50_252_983
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """The published settings but for one."""
+    settings = json.loads(json.dumps(PUBLISHED))
+    *folders, name = path.split(".")
+    inner = settings
+    for folder in folders:
+        inner = inner[folder]
+    inner[name] = value
+    return settings
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        ("audio_config.asr_config.hidden_act", "relu", "hidden_act.*gelu"),
+        ("audio_config.asr_config.num_key_value_heads", 5, "num_key_value_heads.*10"),
+        ("audio_config.diarization_config.audio_config.num_mel_bins", 80, "num_mel_bins.*128"),
+        ("audio_config.diarization_config.streaming_config.num_speakers", 4, "num_speakers.*8"),
+        ("word_timestamp_config.hidden_size", 640, "hidden_size.*1280"),
+    ],
+)
+def test_settings_that_no_model_here_has_are_refused(path: str, value: Any, said: str):
+    with pytest.raises(UserError, match=said):
+        FAMILY.configure(changed(path, value), load_config(CONFIG).model)

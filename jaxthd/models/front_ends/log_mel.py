@@ -22,6 +22,8 @@ _FFT = 512
 _PREEMPHASIS = 0.97
 _LOG_FLOOR = 2.0**-24
 _STD_FLOOR = 1e-5
+_BLOCK = 4096
+"""Frames whose spectra are computed at once: those of an hour are 1.5 GB."""
 
 
 @functools.cache
@@ -131,7 +133,10 @@ def raw_log_mel(
     # rfft pads the 400 points to 512. Where the window lies among them changes only phases.
     padded = np.pad(signal, _WINDOW // 2)
     frames_FW = np.lib.stride_tricks.sliding_window_view(padded, _WINDOW)[::HOP][:frames]
-    spectrum_FB = np.fft.rfft(frames_FW * window(rounded), _FFT)
-    power_FB = spectrum_FB.real**2 + spectrum_FB.imag**2
-    found_FM: Float64[np.ndarray, "F M"] = np.log((filters(bands, rounded) @ power_FB.T).T + _LOG_FLOOR)
+    found_FM = np.empty((frames, bands))
+    for begin in range(0, frames, _BLOCK):
+        block = slice(begin, begin + _BLOCK)
+        spectrum_FB = np.fft.rfft(frames_FW[block] * window(rounded), _FFT)
+        power_FB = spectrum_FB.real**2 + spectrum_FB.imag**2
+        found_FM[block] = np.log((filters(bands, rounded) @ power_FB.T).T + _LOG_FLOOR)
     return found_FM

@@ -121,12 +121,12 @@ class Transcribe(Stacked):
     def features(
         self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
     ) -> list[Float32[np.ndarray, "F W"]]:
-        mel_FM = self.raw_features(samples, dither)
+        mel_FM, bands = self.raw_features(samples, dither), self.mel_bands
         padding = int(len(mel_FM) % self.stack == 0)
-        found_FW = np.full((len(mel_FM) + padding, self.width), UNKNOWN, np.float32)
-        found_FW[:, :-1] = np.pad(
-            np.concatenate([normalised(mel_FM), mel_FM], axis=1), ((0, padding), (0, 0))
-        )
+        found_FW = np.zeros((len(mel_FM) + padding, self.width), np.float32)
+        found_FW[: len(mel_FM), :bands] = normalised(mel_FM)
+        found_FW[: len(mel_FM), bands:-1] = mel_FM
+        found_FW[:, -1] = UNKNOWN
         return [found_FW]
 
     def with_speakers(

@@ -56,7 +56,7 @@ def heard_speakers(
         embedded_MD, probabilities_MS = (x.reshape(-1, x.shape[-1])[order.source] for x in both)
         whole: Diarizer = gathered_module(diarizer, x_ND.dtype)
         given = order, embedded_MD, probabilities_MS, pieces.segments.block
-        heard_MS = _later_chunks(whole, config, *given, row_axes)
+        heard_MS = later_chunks(whole, config, *given, row_axes)
         at_N = of_rank(order.place, rows, row_axes)
         return jnp.where(is_later_M[at_N][:, None], heard_MS[at_N], heard_NS)
 
@@ -71,7 +71,7 @@ class _Loop(NamedTuple):
     heard_MS: Float[Array, "M S"]
 
 
-def _later_chunks(
+def later_chunks(
     diarizer: Diarizer,
     config: Transcribe,
     order: Order,
