@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 from jaxthd.config.listing import kind_at
@@ -19,7 +20,7 @@ from pathlib import Path
 
 from jaxthd.config import {kinds}
 from jaxthd.hf.checkpoint import model_config
-from jaxthd.models.front_ends import FastConformer
+from jaxthd.models.front_ends import {front_end}
 
 HERE = Path(__file__).parent
 {checkpoints}
@@ -27,7 +28,7 @@ HERE = Path(__file__).parent
 
 def model() -> ModelConfig:
     """The sizes are those of the checkpoints."""
-    encoder = FastConformer({encoder})
+    encoder = {front_end}({encoder})
     found = model_config({read}, model=ModelConfig(encoder=encoder, adapter_bias=True))
     llm = found.llm
     return replace(found, llm={mtp})
@@ -55,11 +56,18 @@ def config_text(translation: Translation, model: ModelText) -> str:
         name=translation.experiment.path.name,
         kinds=", ".join(sorted(kinds)),
         checkpoints="\n".join(f"{name} = str(HERE / {_python(paths[name])})" for name in names),
-        encoder=", ".join(f"{name}={value!r}" for name, value in model.of_encoder.items()),
+        front_end=type(model.front_end).__name__,
+        encoder=", ".join(f"{name}={_python(value)}" for name, value in of_encoder(model).items()),
         read=", ".join(names),
         mtp=model.mtp,
     )
     return "\n".join([head + "\n".join(lines), "    )", ""])
+
+
+def of_encoder(model: ModelText) -> dict[str, Any]:
+    """The settings of the front end that are not its defaults."""
+    given, usual = asdict(model.front_end), asdict(type(model.front_end)())
+    return {name: value for name, value in given.items() if value != usual[name]}
 
 
 def _place(groups: list[str], lines: list[str]) -> int:

@@ -20,13 +20,13 @@ def translate_data(found: Translation) -> None:
             f"{TRAIN}.multi_config is true: data sets with samplers of their own, and one packer is "
             f"for all; expected one input_cfg: write the groups' entries into {TRAIN}.input_cfg, with weights"
         )
-    training = data_sets(found, TRAIN)
+    training = data_sets(found, found.get(TRAIN, {}), TRAIN)
     where = {each.where for each in training}
     key = where.pop() if len(where) == 1 else f"{TRAIN}.input_cfg"
     found.set("data.manifest", tuple(each.manifest for each in training), key)
     if any(each.weight is not None for each in training):
         _weigh(found, training)
-    if columns := _one(found, training, "columns", lambda each: each.columns):
+    if columns := _one(found, training, "text_field", lambda each: each.columns):
         found.set("data.columns", columns, TRAIN)
     _prompt(found, training)
     _validation(found, training)
@@ -71,10 +71,11 @@ def _prompt(found: Translation, training: list[DataSet]) -> None:
 def _validation(found: Translation, training: list[DataSet]) -> None:
     """The validation sets, each by its name. They have the prompt of training."""
     group = found.get(VALIDATION) or {}
-    names = group.get("datasets") or {}
+    datasets = group.get("datasets") or {}
+    shared = {name: value for name, value in group.items() if name != "datasets"}
     manifests = []
-    for name in names:
-        sets = data_sets(found, f"{VALIDATION}.datasets.{name}")
+    for name, own in datasets.items():
+        sets = data_sets(found, shared | own, f"{VALIDATION}.datasets.{name}")
         for number, each in enumerate(sets):
             label = f"{name}_{number}" if len(sets) > 1 else name
             manifests.append(f"{label}={each.manifest}")
@@ -84,8 +85,8 @@ def _validation(found: Translation, training: list[DataSet]) -> None:
                     each.tags.get("context"),
                     "validation has the prompt of training",
                 )
-    if not names and group:
-        manifests = [each.manifest for each in data_sets(found, VALIDATION)]
+    if not datasets and group:
+        manifests = [each.manifest for each in data_sets(found, group, VALIDATION)]
     given: str | tuple[str, ...] = tuple(manifests)
     if len(manifests) < 2:
         given = manifests[0] if manifests else ""

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxthd.errors import UserError
-from jaxthd.nemo.experiment import MISSING, read_yaml
+from jaxthd.nemo.experiment import read_yaml
 from jaxthd.nemo.translation import Translation
 
 READ = (
@@ -39,12 +39,11 @@ class DataSet(NamedTuple):
     columns: tuple[str, ...]
 
 
-def data_sets(translation: Translation, where: str) -> list[DataSet]:
-    """The data sets of train_ds, or of a validation set. where: its path in the experiment.
+def data_sets(translation: Translation, group: Mapping[str, Any], where: str) -> list[DataSet]:
+    """The data sets of train_ds, or of a validation set. group: its keys. where: its path in the experiment.
 
     What is not read is listed as lost. Raises UserError if nothing is left.
     """
-    group = translation.get(where, {})
     temperatures = group.get("reweight_temperature")
     found = list(_entries(translation, group, where, _Temperatures.of(temperatures)))
     if not found:
@@ -118,7 +117,8 @@ def _leaf(translation: Translation, entry: Mapping[str, Any], where: str) -> Ite
         translation.lose(f"{where}.type", kind, f"no data of this type is read, but {', '.join(READ)}")
         return
     named = next(((name, entry[name]) for name in _PATHS if entry.get(name) is not None), None)
-    if named is None or named[1] == MISSING:
+    if named is None:
+        translation.lose(where, dict(entry), f"it names no data by {', '.join(_PATHS)}")
         return
     name, given = named
     columns = tuple(

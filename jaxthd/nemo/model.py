@@ -1,33 +1,35 @@
 """The group `model` of a NeMo experiment: the checkpoints of the model, and the parameters that train."""
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxthd.config import ModelConfig
+from jaxthd.config import FrontEnd, ModelConfig
 from jaxthd.data.text.special_tokens import read_special_tokens
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
 from jaxthd.hf.nemo_encoder import encoder_config
-from jaxthd.models.front_ends import FastConformer
+from jaxthd.hf.parakeet import base_encoder
+from jaxthd.nemo.keys import row_of
 from jaxthd.nemo.parameters import LLM, Names, frozen, lora_targets, names_of, usual_names
 from jaxthd.nemo.translation import Code, Translation
 
-ALL = "*"
-IDENTITY, CONFORMER = "IdentityConnector", "nemo.collections.asr.modules.ConformerEncoder"
+IDENTITY = "IdentityConnector"
+"""The class of adapters that pass the encoder's outputs on, to a linear layer."""
+EVERYTHING = "*"
 
 
 class ModelText(NamedTuple):
     """The parts of the config file that are about the model.
 
-    llm, encoder: paths of the checkpoints; encoder "": a new one. of_encoder: the settings of FastConformer
-    that the file gives. mtp: the expression for the LLM, given as `llm`.
+    llm, encoder: paths of the checkpoints; encoder "": a new one. front_end: its settings that no checkpoint
+    has. mtp: the expression for the LLM, given as `llm`.
     """
 
     llm: str
     encoder: str
-    of_encoder: Mapping[str, Any]
+    front_end: FrontEnd
     mtp: str
 
 
@@ -37,12 +39,14 @@ def translate_model(found: Translation) -> ModelText:
     has_weights = found.get("model.pretrained_weights", True)
     perception = found.get("model.perception") or {}
     encoder = _checkpoint(found, "model.pretrained_asr") if has_weights else ""
-    text = ModelText(llm, encoder, _encoder_settings(found, perception, encoder), _mtp(found))
+    text = ModelText(llm, encoder, _front_end(found, perception, encoder), _mtp(found))
     adapter = str((perception.get("modality_adapter") or {}).get("_target_", "")).rpartition(".")[2]
     if adapter not in ("", IDENTITY):
         key = "model.perception.modality_adapter._target_"
         found.lose(key, adapter, "a linear layer, randomly initialised, takes the place of this adapter")
-    sources: list[Any] = [Code("LLM")] * bool(has_weights) + [Code("ENCODER")] * bool(encoder)
+    sources: list[str] = [Code("LLM")] if has_weights else []
+    if encoder:
+        sources.append(Code("ENCODER"))
     if start := found.get("model.init_from_checkpoint"):
         sources.append(found.path(start))
         if Path(start).suffix in (".ckpt", ".pt") or (Path(start) / ".metadata").exists():
@@ -81,34 +85,29 @@ def _checkpoint(found: Translation, key: str) -> str:
     return found.path(path)
 
 
-def _encoder_settings(found: Translation, perception: Mapping[str, Any], encoder: str) -> dict[str, Any]:
-    """The settings of a new encoder, or what no checkpoint says about one that is read."""
-    seconds = found.get("model.encoder_chunk_size_seconds")
-    if seconds is None:
-        key, usual = "model.encoder_chunk_size_seconds", FastConformer().chunk_seconds
-        found.note(
-            key,
-            f"NeMo without it encodes recordings whole; here those over {usual:g} s are encoded in chunks",
-        )
-    of_chunks = {} if seconds is None else {"chunk_seconds": float(seconds)}
+def _front_end(found: Translation, perception: Mapping[str, Any], encoder: str) -> FrontEnd:
+    """The settings of a new encoder, or the usual ones with what no checkpoint says of one that is read."""
+    key = "model.encoder_chunk_size_seconds"
+    seconds, made = found.get(key), base_encoder(ModelConfig())
     given = perception.get("encoder") or {}
     if encoder:
         for name, value in given.items():
-            if name != "_target_":
-                found.lose(
-                    f"model.perception.encoder.{name}",
-                    value,
-                    "the encoder has the settings of its checkpoint",
-                )
-        return of_chunks
-    if not given:
+            place = f"model.perception.encoder.{name}"
+            row = row_of(place)
+            if name != "_target_" and row and not row.is_off(place, value):
+                found.lose(place, value, "the encoder has the settings of its checkpoint")
+    elif given:
+        made = encoder_config(perception, ModelConfig(), "model.perception")
+    else:
         raise UserError(
             "model.pretrained_weights is false and model.perception.encoder is missing; expected settings of "
             "a new encoder: give them, or model.pretrained_weights=true"
         )
-    made = encoder_config(perception, ModelConfig(), "model.perception")
-    usual_settings = asdict(FastConformer())
-    return {name: x for name, x in asdict(made).items() if x != usual_settings[name]} | of_chunks
+    if seconds is None:
+        usual = f"here those over {made.chunk_seconds:g} s are encoded in chunks"
+        found.note(key, f"NeMo without it encodes recordings whole; {usual}")
+        return made
+    return replace(made, chunk_seconds=float(seconds))
 
 
 def _mtp(found: Translation) -> str:
@@ -180,7 +179,7 @@ def _trained(found: Translation, names: Names) -> None:
     if is_automodel and has_routers and not found.get("model.train_gate", False):
         patterns += ["*.router.*"] * ("decoder.*" not in patterns and not lora)
     if found.get("model.mtp.enabled") and found.get("model.mtp.training_mode") == "head_only":
-        patterns = [ALL, "!mtp.*"]
+        patterns = [EVERYTHING, "!mtp.*"]
     if lora:
         # A part that has LoRA trains nothing else by itself.
         patterns = [x for x in patterns if not x.startswith(LLM)]

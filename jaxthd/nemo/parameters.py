@@ -73,7 +73,7 @@ def usual_names(*, embedding_outside: bool) -> Names:
         ("llm.lm_head.weight", "head"),
         ("llm.model.norm.weight", "decoder.norm.weight"),
         *((f"llm.{theirs}.weight", ours) for theirs, ours in layers),
-        ("perception.encoder.pre_encode.out.weight", "encoder.subsampling"),
+        ("perception.encoder.pre_encode.out.weight", "encoder.front"),
         ("perception.encoder.layers.0.norm_out.weight", "encoder.layers"),
         ("perception.proj.weight", "adapter"),
     ]

@@ -162,13 +162,13 @@ def _validation(found: Translation) -> None:
         batches: float | None = interval / int(found.get("trainer.accumulate_grad_batches", 1))
     else:
         batches = epoch * float(interval) * epochs if epoch else None
-    if not found.get("data.validation_ds"):
-        found.set("train.validate_every", 0, "data.validation_ds")
+    limit = found.get("trainer.limit_val_batches", 1.0)
+    if not found.get("data.validation_ds") or not limit:
+        found.set("train.validate_every", 0, "data.validation_ds" if limit else "trainer.limit_val_batches")
     elif batches is None:
         found.note(key, "nothing says how long an epoch is; here it is 50 steps: give --train.validate-every")
     else:
         found.set("train.validate_every", max(round(batches), 1), key, "trainer.limit_train_batches")
-    limit = found.get("trainer.limit_val_batches", 1.0)
     if isinstance(limit, float) and limit != 1:
         found.lose("trainer.limit_val_batches", limit, "a share of a set; here all of it is read")
     limit = limit if isinstance(limit, int) else ALL

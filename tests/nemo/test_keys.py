@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from jaxthd.config.listing import all_groups
+from jaxthd.nemo.config_text import of_encoder
 from jaxthd.nemo.data import translate_data
 from jaxthd.nemo.experiment import Experiment
 from jaxthd.nemo.keys import canonical, nearest, row_of, rows
@@ -23,10 +24,10 @@ REFERENCE = ROOT / "tests" / "references" / "nemo_keys.json"
 
 def translated(folder: Path, changes: Changes) -> tuple[Translation, dict[str, Any]]:
     found = Translation(Experiment(write_experiment(folder, *changes)), Path.cwd())
-    of_encoder = {f"encoder.{name}": x for name, x in translate_model(found).of_encoder.items()}
+    encoder = {f"encoder.{name}": x for name, x in of_encoder(translate_model(found)).items()}
     translate_data(found)
     translate_training(found)
-    return found, {path: setting.value for path, setting in found.settings.items()} | of_encoder
+    return found, {path: setting.value for path, setting in found.settings.items()} | encoder
 
 
 def test_every_key_that_nemo_reads_is_known():
