@@ -317,7 +317,7 @@ def pallas_work(config: Config, batch: Batch) -> Works:
     assert sizes
     found = _attention("attention", local.lo, local.hi, sizes.heads, sizes.key_dim)
     found = {name: work.shared(mesh.context**2) for name, work in found.items()}
-    if isinstance(encoder, FastConformer):
+    if isinstance(encoder, FastConformer) and encoder.longest:
         whole = segments(batch.piece_ids, batch.piece_positions).whole
         dim = encoder.dim // encoder.heads
         width = len(distances(encoder.units(encoder.longest or 0)))

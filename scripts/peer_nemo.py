@@ -1,6 +1,5 @@
 """NeMo's side of bench_peer.py, in an environment that has nemo-toolkit[asr] and not jaxthd."""
 
-import json
 import logging
 import math
 import os
@@ -109,8 +108,6 @@ def make_peer(folder: Path, model: str) -> None:
         }
     )
     salm.save_pretrained(folder / "salm")
-    path = folder / "salm" / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "text_config": qwen3.to_dict()}))
     if name != "Qwen3":
         config = transformers.NemotronHConfig(**settings)
         transformers.NemotronHForCausalLM(config).save_pretrained(folder / "hybrid")

@@ -7,7 +7,6 @@ from collections import Counter
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.checksum import named_arrays
 from jaxthd.config import AdaptConfig, Config, DataConfig, EncoderConfig, LLMConfig, MeshConfig, ModelConfig
 from jaxthd.models.blocks import MLP, Attention, Mamba2, MoE
+from jaxthd.models.front_ends import QFormer
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
@@ -40,6 +40,13 @@ LLM = LLMConfig(
     },
 )
 FUTURE = replace(LLM.with_settings("E", latent=12), mtp_pattern="*E", mtp_depths=3, mtp_shared=False)
+QFORMER = QFormer(
+    **vars(replace(ENCODER, output_layers=(0, 1))) | {"kind": "fastconformer_qformer"},
+    queries=3,
+    query_layers=4,
+    query_heads=2,
+    query_ffn_dim=17,
+)
 CONFIGS = {
     "plain": Config(model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14, adapter_bias=True)),
     "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
@@ -59,6 +66,10 @@ CONFIGS = {
     "Qwen3-Next": Config(
         model=ModelConfig(encoder=None, llm=qwen3_next(LLM, "D-*E")),
     ),
+    "outputs of several blocks": Config(
+        model=ModelConfig(encoder=replace(ENCODER, output_layers=(0, 1)), llm=LLM, adapter_dim=14)
+    ),
+    "Q-Former": Config(model=ModelConfig(encoder=QFORMER, llm=LLM, adapter_dim=14)),
     "LoRA": Config(
         model=ModelConfig(encoder=ENCODER, llm=LLM), adapt=AdaptConfig(lora_rank=5, lora_targets=("*",))
     ),
@@ -76,6 +87,7 @@ SEEN: Counter[str] = Counter()
 PLACES = (
     "params/encoder",
     "buffers/encoder",
+    "params/encoder/qformer",
     "params",
     "params/decoder/layers",
     "buffers/decoder/layers",
@@ -99,8 +111,11 @@ def documented() -> dict[str, str]:
 
 def expected_shape(name: str, shape: str, config: Config) -> list[int]:
     model = config.model
+    encoder = model.audio_encoder if model.encoder else None
     n, block = ENCODER.layers, None
-    if "/layers/" in name:
+    if "/qformer/" in name:
+        n = QFORMER.query_layers
+    elif "/layers/" in name:
         letter = LETTERS[name.split("/layers/")[1].split("/")[0]]
         is_future = "/mtp/" in name
         block = model.llm.blocks[letter]
@@ -108,8 +123,8 @@ def expected_shape(name: str, shape: str, config: Config) -> list[int]:
         n *= model.llm.mtp_modules if is_future else 1
     elif "/mtp/" in name:
         n = model.llm.mtp_modules
-    names = SimpleNamespace(n=n, encoder=ENCODER, llm=model.llm, block=block, adapter_dim=model.adapter_dim)
-    return eval(shape, vars(names))
+    names = {"n": n, "encoder": encoder, "llm": model.llm, "block": block, "adapter_dim": model.adapter_dim}
+    return eval(shape, {"len": len}, names)
 
 
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS)

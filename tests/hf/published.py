@@ -1,7 +1,8 @@
 """The references in tests/references as checkpoints on disk, and the models imported from them.
 
 An archive NAME.npz, which a module of tests/references makes, holds config.json, weights by their names on
-disk, documents, logits, loss, and gradients by the same names, all computed by the transformers library.
+disk, documents, logits, loss, and gradients by the same names, all computed by
+the library that the family comes from.
 """
 
 import functools

@@ -5,6 +5,8 @@ What the imported models compute, LoRA's gradients included, is compared in test
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +32,8 @@ from jaxthd.hf.qwen3 import QWEN3_MOE
 from jaxthd.hf.registry import export_families
 from jaxthd.models.front_ends import FastConformer, QFormer
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.run.metrics_file import read_metrics
+from jaxthd.score import score_manifest
 from jaxthd.steps.blueprint import Blueprint
 from tests.hf.published import (
     COMPUTE,
@@ -42,6 +46,7 @@ from tests.hf.published import (
     tensors,
     write_published,
 )
+from tests.spoken_words import write_manifest, write_tokenizer
 
 LORA = AdaptConfig(
     lora_rank=3,
@@ -425,3 +430,37 @@ def test_a_checkpoint_with_lora_is_no_base_of_its_own_reference(folder):
     )
     with pytest.raises(UserError, match="has LoRA matrices"):
         start_state(Blueprint(config), make_mesh(config.mesh))
+
+
+@pytest.mark.exhaustive
+def test_a_folder_alone_with_a_manifest_is_trained_and_handed_on(tmp_path):
+    """In one command, on a mesh. The loss falls; the export scores as the run does, and has what jaxthd does
+    not read."""
+    folder = write_published("salm_qformer", tmp_path / "published")
+    write_tokenizer(folder, model_config(folder).llm.vocab_size)
+    manifest = write_manifest(tmp_path, model_config(folder).llm.vocab_size)
+    options = {
+        **{"data.manifest": manifest, "data.template": "plain", "data.capacity": 256, "data.workers": 0},
+        **{"data.audio-capacity": 2048, "data.max-documents": 8, "mesh.data": 1, "mesh.context": 2},
+        **{"mesh.tensor": 2, "train.steps": 8, "train.learning-rate": 0.01, "train.warmup-steps": 1},
+    }
+    words = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+    command = [sys.executable, "-m", "jaxthd", "train", str(folder), "--workdir", str(tmp_path / "run")]
+    done = subprocess.run(command + words, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr[-3000:]
+    losses = [line["loss"] for line in read_metrics(tmp_path / "run") if "loss" in line]
+    assert losses[-1] < 0.8 * losses[0]
+
+    export_weights(tmp_path / "run", tmp_path / "out", form="salm", like=folder, dtype="float32")
+    old, new, run = tensors(folder), tensors(tmp_path / "out"), read_config(tmp_path / "run")
+    read = {tensor.name for tensor in open_checkpoint(folder).tensors(run.model, shapes_of(run))}
+    assert old.keys() == new.keys()
+    assert set(old) - read
+    assert all(np.array_equal(new[key], old[key]) for key in set(old) - read)
+    assert model_config(tmp_path / "out") == run.model
+    of_export, of_run = (
+        list(score_manifest(run, [tmp_path / source], str(manifest), tmp_path / f"{source}.skipped"))
+        for source in ("out", "run")
+    )
+    for got, want in zip(of_export, of_run, strict=True):
+        np.testing.assert_allclose(got.log_probs, want.log_probs, atol=1e-5)

@@ -113,7 +113,7 @@ CONNECTORS: dict[str, dict[str, Any]] = {
 
 def settings(
     llm: str, connector: str, *, encoder: dict[str, Any] | None = None, **changes: Any
-) -> tuple[dict[str, Any], dict[str, Any]]:
+) -> tuple[dict[str, Any], Any]:
     """(NeMo's settings of a model, the LLM's config).
 
     encoder: other settings of the encoder; "modality_adapter" and "preprocessor" of these parts. changes: of
@@ -153,14 +153,12 @@ def settings(
         **({} if kind == "Qwen3" else {"use_nemo_automodel": True}),
         **changes,
     }
-    return nemo, config.to_dict()
+    return nemo, config
 
 
-def write_llm(folder: Path, config: dict[str, Any]) -> None:
+def write_llm(folder: Path, config: Any) -> None:
     """The folder that pretrained_llm names: the LLM's config.json, a tokenizer of words w000, w001, ..."""
-    words = Tokenizer(
-        models.WordLevel({f"w{i:03}": i for i in range(config["vocab_size"])}, unk_token="w000")
-    )
+    words = Tokenizer(models.WordLevel({f"w{i:03}": i for i in range(config.vocab_size)}, unk_token="w000"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.decoder = decoders.WordPiece()
     named = {
@@ -170,7 +168,7 @@ def write_llm(folder: Path, config: dict[str, Any]) -> None:
         "eos_token": f"w{EOS:03}",
     }
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder)
-    (folder / "config.json").write_text(json.dumps(config, indent=2, default=str) + "\n")
+    config.save_pretrained(folder)
 
 
 class LowRank(torch.nn.Linear):
@@ -189,10 +187,11 @@ class LowRank(torch.nn.Linear):
 class Automodel(torch.nn.Module):
     """NeMo's perception module before transformers' NemotronH, with SALMAutomodel's settings."""
 
-    def __init__(self, nemo: dict[str, Any], llm: dict[str, Any]) -> None:
+    def __init__(self, nemo: dict[str, Any], llm: Path) -> None:
+        """llm: the folder of the LLM's config.json."""
         super().__init__()
         self.cfg = nemo
-        config = transformers.NemotronHConfig(**llm, attn_implementation="eager")
+        config = transformers.AutoConfig.from_pretrained(llm, attn_implementation="eager")
         self.llm = transformers.NemotronHForCausalLM(config)
         self.perception = AudioPerceptionModule(DictConfig(nemo["perception"]))
         if lora := nemo.get("lora"):
@@ -244,12 +243,12 @@ class Peer:
         self.margins = watched(model, text_models.biased_sigmoid)
 
     @classmethod
-    def make(cls, folder: Path, nemo: dict[str, Any], llm: dict[str, Any], seed: int) -> "Peer":
-        """A random model. folder: for what pretrained_llm names."""
+    def make(cls, folder: Path, nemo: dict[str, Any], llm: Any, seed: int) -> "Peer":
+        """A random model. llm: its LLM's config. folder: for what pretrained_llm names."""
         torch.manual_seed(seed)
         write_llm(folder / "llm", llm)
         nemo = {**nemo, "pretrained_llm": str(folder / "llm")}
-        peer = cls(Automodel(nemo, llm) if nemo.get("use_nemo_automodel") else SALM(nemo))
+        peer = cls(Automodel(nemo, folder / "llm") if nemo.get("use_nemo_automodel") else SALM(nemo))
         peer.randomize()
         return peer
 
@@ -260,10 +259,7 @@ class Peer:
         if not fields.get("use_nemo_automodel"):
             return cls(SALM.from_pretrained(str(folder)))
         own = folder / "llm_backbone"
-        llm = json.loads(
-            ((own if own.exists() else Path(fields["pretrained_llm"])) / "config.json").read_text()
-        )
-        model = Automodel(fields, {name: x for name, x in llm.items() if name != "model_type"})
+        model = Automodel(fields, own if own.exists() else Path(fields["pretrained_llm"]))
         found = {k: x for f in folder.glob("*.safetensors") for k, x in load_file(f).items()}
         state = model.state_dict()
         names = dict(zip(packed(state), state, strict=True))
