@@ -76,7 +76,12 @@ FRONT_ENDS: dict[str, FrontEnd] = {
     ),
     "whisper": Whisper(**WHISPER, tail="ceil"),
     "whisper_hidden": Whisper(**WHISPER, join="mean", joined=2, silence="hidden"),
-    "qwen3_audio": Qwen3Audio(mel_bands=8, channels=4, layers=1, dim=16, heads=2, ffn_dim=24, chunks=1),
+    "whisper_absent": Whisper(
+        **WHISPER, join="mean", joined=2, silence="absent", whole_features=True, stored_positions=False
+    ),
+    "qwen3_audio": Qwen3Audio(
+        mel_bands=8, channels=4, layers=1, dim=16, heads=2, ffn_dim=24, chunks=1, filled=False
+    ),
     "granite_conformer": GraniteConformer(
         mel_bands=4,
         layers=3,
@@ -181,7 +186,13 @@ def alone(name: str) -> tuple[float, Any]:
 
 
 @pytest.mark.parametrize("mesh", MESHES, ids=str)
-@pytest.mark.parametrize("name", FRONT_ENDS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.exhaustive if name == "whisper_absent" else ())
+        for name in FRONT_ENDS
+    ],
+)
 def test_packed_on_a_mesh_is_as_alone(name: str, mesh: MeshConfig):
     loss, gradients = found(name, mesh, documents(name))
     want_loss, want = alone(name)

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import wave as wave_files
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -19,15 +19,21 @@ import pytest
 from jaxthd.files.jsonl import read_lines
 from jaxthd.hf.checkpoint import model_config
 from tests.hf.published import tensors
-from tests.hf.speech_folders import as_authors, write_folder
+from tests.hf.speech_folders import NAMES, as_authors, write_folder
 from tests.quick_compilation import QUICK
 from tests.references.waves import wave
 from tests.test_families import losses, weights_of
 
-FAMILIES = ("qwen3_asr", "qwen3_asr_authors", "qwen2_audio", "voxtral", "glmasr", "granite_speech")
-SECONDS = (0.3, 1.1, 2.6, 4.3)
-TEXTS = ("one two three", "seven", "red lights on", "stop")
-LANGUAGES = ("en", "English", None, "cs-CZ")
+FAMILIES = (*NAMES, "qwen3_asr_authors")
+Item = tuple[float, str, str | None]
+"""Seconds of a recording, its transcript, its language."""
+ITEMS: tuple[Item, ...] = (
+    (0.3, "one two three", "en"),
+    (1.1, "seven", "English"),
+    (2.6, "red lights on", None),
+    (4.3, "stop", "cs-CZ"),
+)
+TEXTS = tuple(text for _, text, _ in ITEMS)
 ENCODERS = {"granite_speech": "encoder.blocks.*"}
 """What of the encoder gets LoRA, where it is no Transformer."""
 PLAIN = "--data.workers 0 --data.validation-manifest"
@@ -36,8 +42,9 @@ PLAIN = "--data.workers 0 --data.validation-manifest"
 class Commands:
     """The commands on one family's folder, in processes of their own, as a user runs them."""
 
-    def __init__(self, family: str, work: Path) -> None:
+    def __init__(self, family: str, work: Path, items: Iterable[Item] = ITEMS) -> None:
         self.family, self.work, self.folder = family, work, work / "published-1.5B"
+        self.items = list(items)
         write_folder(family.removesuffix("_authors"), self.folder)
         if family.endswith("_authors"):
             as_authors(self.folder)
@@ -57,7 +64,7 @@ class Commands:
     def manifest(self) -> Path:
         """Recordings, each with a text, some with a language."""
         lines = []
-        for number, (seconds, text, language) in enumerate(zip(SECONDS, TEXTS, LANGUAGES, strict=True)):
+        for number, (seconds, text, language) in enumerate(self.items):
             samples = np.round(wave(number, seconds) * 32768).astype(np.int16)
             with wave_files.open(str(self.work / f"{number}.wav"), "wb") as file:
                 file.setparams((1, 2, 16000, 0, "NONE", ""))

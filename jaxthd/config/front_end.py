@@ -123,6 +123,10 @@ class FrontEnd:
         """Most frames that a piece reads; None: a recording is one piece, however long."""
         raise NotImplementedError
 
+    def heard(self, samples: int) -> int:
+        """How many of the samples of a recording are heard; those behind them are cut off."""
+        return samples
+
     def pieces(self, samples: int) -> Sequence[Piece]:
         """The pieces of a recording of so many samples, in order; from its length alone, so that sizes can be
         planned without audio."""

@@ -60,6 +60,9 @@ class SpeechDocuments:
         self._encoder = config.model.encoder
         seconds = self._encoder.seconds if self._encoder else float
         self._most_seconds = seconds(config.data.audio_capacity) + seconds(1)
+        samples = round(SAMPLE_RATE * self._most_seconds)
+        if self._encoder and self._encoder.heard(samples) < samples:
+            self._most_seconds = np.inf  # the end is cut off
         self._seed, self._limits = config.data.seed, BufferLimits.of(config)
         self._spec_augment = config.data.spec_augment
         has_labels = train and self._encoder is not None and self._encoder.label_loss > 0

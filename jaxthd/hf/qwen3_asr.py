@@ -90,6 +90,7 @@ AUTHORS = replace(
         projector="thinker.audio_tower.",
         projection={"proj1": "up", "proj2": "out"},
     ),
+    text_ties=True,
     above="thinker_config",
 )
 FAMILIES = (QWEN3_ASR.family(), AUTHORS.family())

@@ -6,6 +6,7 @@ from jaxthd.config import ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.hf import (
     adapter,
+    audio_flamingo3,
     deepseek_v3,
     glm_asr,
     gpt_oss,
@@ -18,6 +19,7 @@ from jaxthd.hf import (
     qwen3,
     qwen3_asr,
     qwen3_next,
+    qwen_omni,
     salm,
     transcribe,
     voxtral,
@@ -37,6 +39,8 @@ FAMILIES: tuple[Family, ...] = (
     transcribe.FAMILY,
     *qwen3_asr.FAMILIES,
     qwen2_audio.FAMILY,
+    audio_flamingo3.FAMILY,
+    *qwen_omni.FAMILIES,
     voxtral.FAMILY,
     glm_asr.FAMILY,
     granite_speech.FAMILY,

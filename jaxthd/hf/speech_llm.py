@@ -83,8 +83,9 @@ class SpeechLLM:
     """A family of speech LLMs: tables.
 
     format, title, model_types: as in Family.
-    decoders: the families of decoders that text_config may be of. text: its settings where they are absent;
-        whether the embedding is tied is above it.
+    decoders: the families of decoders that text_config may be of. text: its settings where they are absent.
+    text_ties: whether text_config says that the embedding is tied, where nothing above does; the library
+        does not ask it.
     encoder: with the settings that no field holds. parts: the objects that hold the others, by name; "" for
         config.json itself.
     adapter: (encoder, decoder's dim) -> the settings of the adapter (ModelConfig), which no field holds.
@@ -98,6 +99,7 @@ class SpeechLLM:
     model_types: tuple[str, ...]
     decoders: tuple[Decoder, ...]
     text: Fields
+    text_ties: bool = False
     encoder: FrontEnd
     parts: Mapping[str, Part]
     adapter: Callable[[FrontEnd, int], dict[str, Any]]
@@ -123,9 +125,7 @@ class SpeechLLM:
         combine with this encoder."""
         own = self.own(fields)
         text = {**self.text, **(own.get(TEXT) or {})}
-        # The library asks the settings above, and not those of the decoder.
-        tied = own.get(TIED, text.get(TIED) if self.above else self.text.get(TIED))
-        text[TIED] = bool(tied)
+        text[TIED] = bool(own.get(TIED, (text if self.text_ties else self.text).get(TIED)))
         for rope in ("rope_parameters", "rope_scaling"):
             if text.get(rope):
                 text[rope] = _plain_rope(text[rope])

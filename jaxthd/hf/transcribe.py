@@ -85,7 +85,11 @@ _PROMPT = (
     "Audio transcription. Language: as spoken. Wording: verbatim, including fillers and repetitions. "
     "Formatting: punctuation and capitalization. Output: transcript only."
 )
-_DATA = {"prompt": f"{_PROMPT}{{audio}}", "template_options": '{"enable_thinking": false}'}
+_DATA = {
+    "template": "chat_template",
+    "prompt": f"{_PROMPT}{{audio}}",
+    "template_options": '{"enable_thinking": false}',
+}
 """How the published model is asked for a transcript, in the settings of a run."""
 _CHUNKS = {"chunk_length": 500, "chunk_left_context": 50, "chunk_right_context": 50}
 

@@ -317,9 +317,19 @@ def _write_audio(documents: Sequence[Document], placed: Sequence[_Placed], limit
         of_tokens[document.is_audio] = np.concatenate(slots)
     for segment in placed:
         audio_slots[segment.start : segment.end] = slots_of_tokens[segment.document - 1][segment.indices]
-    recordings = (recording_ids, recording_positions) if front_end.reads_recordings else (None, None)
-    own_labels = labels if front_end.labels_per_output else None
-    return _Audio(audio_slots, features, frame_mask, piece_ids, piece_positions, *recordings, own_labels)
+    of_row = _Audio(
+        audio_slots,
+        features,
+        frame_mask,
+        piece_ids,
+        piece_positions,
+        recording_ids,
+        recording_positions,
+        labels,
+    )
+    if not front_end.reads_recordings:
+        of_row = of_row._replace(recording_ids=None, recording_positions=None)
+    return of_row if front_end.labels_per_output else of_row._replace(recording_labels=None)
 
 
 def laid_out(row: TokenArrays, perm: Int32[np.ndarray, " T"], depths: int) -> Batch:

@@ -49,6 +49,9 @@ QFORMER = QFormer(
 )
 CONFIGS = {
     "plain": Config(model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14, adapter_bias=True)),
+    "GELU": Config(
+        model=ModelConfig(encoder=ENCODER, llm=LLM, adapter_dim=14, adapter_bias=True, adapter_form="gelu")
+    ),
     "latent experts, future tokens": Config(model=ModelConfig(encoder=ENCODER, llm=FUTURE)),
     "Qwen3": Config(
         model=ModelConfig(

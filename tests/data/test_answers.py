@@ -46,6 +46,22 @@ def test_qwen3_asr_s_form(fields: dict[str, Any], answer: str):
     assert form.read(answer) == "One two."
 
 
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("The spoken content of the audio is \"One 'two'.\".", "One 'two'."),
+        ("The content of the input audio is 'One two'", "One two"),
+        ("The transcription of the audio is One two.", "One two"),
+    ],
+)
+def test_audio_flamingo_3_s_form(answer: str, text: str):
+    form = answer_form("audio_flamingo3")
+    assert form.read(answer) == text
+    assert form.write(answer, {}) == answer
+    assert form.write("One.", {}) == 'The spoken content of the audio is "One.".'
+    assert form.read(form.write(text, {})) == text
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_of_no_form_is_the_text(name: str):
     assert answer_form(name).read("One two.") == "One two."

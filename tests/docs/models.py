@@ -92,6 +92,11 @@ ROWS = {
     "Qwen2AudioForConditionalGeneration": Row(
         "Qwen2-Audio", "qwen2_audio", SPEECH, sizes=WINDOW, trained=TABLE
     ),
+    "AudioFlamingo3ForConditionalGeneration": Row(
+        "Audio Flamingo 3", "audioflamingo3", SPEECH, sizes=WINDOW, trained=TABLE
+    ),
+    "Qwen2_5OmniForConditionalGeneration": Row("Qwen2.5-Omni", "qwen2_5_omni", SPEECH),
+    "Qwen3OmniMoeForConditionalGeneration": Row("Qwen3-Omni", "qwen3_omni", SPEECH, sizes=(("chunks", 8),)),
     "VoxtralForConditionalGeneration": Row("Voxtral", "voxtral", SPEECH, sizes=WINDOW, trained=TABLE),
     "GlmAsrForConditionalGeneration": Row("GLM-ASR", "glmasr", SPEECH, sizes=WINDOW),
     "GraniteSpeechForConditionalGeneration": Row("Granite Speech", "granite_speech", SPEECH),

@@ -19,6 +19,7 @@ from jaxthd.data.text.tokenizer import ByteTokenizer, load_tokenizer
 from jaxthd.files.jsonl import read_lines
 from jaxthd.files.run_folder import read_config
 from jaxthd.run.metrics_file import Metrics, read_metrics
+from jaxthd.run.signals import STOPPED
 from tests.docs.walkthrough import code_of, commands_of, no_simulation, run, section
 
 PAGE = "examples.md"
@@ -157,7 +158,10 @@ def test_a_run_goes_on_elsewhere_and_is_adapted(
 
     with monkeypatch.context() as patch:
         patch.setattr(Metrics, "step", stopped)
-        assert "stopped by SIGTERM after step 3" in run(adapt, capsys)
+        with pytest.raises(SystemExit) as status:
+            run(adapt, capsys)
+        assert status.value.code == STOPPED
+        assert "stopped by SIGTERM after step 3" in capsys.readouterr().out
     assert "continuing from step 3" in run(resume, capsys)
     assert [line["step"] for line in read_metrics(Path("runs/es"))] == list(range(1, FIRST + 1))
 

@@ -14,6 +14,11 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from tests.hf.published import change_published, tensors, write_published
 
+NAMES = (
+    *("qwen3_asr", "qwen2_audio", "audioflamingo3", "qwen2_5_omni", "qwen3_omni"),
+    *("voxtral", "glmasr", "granite_speech"),
+)
+"""The references that are whole speech LLMs."""
 ON_DISK = "language_model.model."
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 RECOGNISER = (
@@ -43,6 +48,9 @@ GLM = (
 SPECIAL: Mapping[str, tuple[str, ...]] = {
     "qwen3_asr": (*CHATML, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
     "qwen2_audio": (*CHATML, "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"),
+    "audioflamingo3": (*CHATML, "<sound>"),
+    "qwen2_5_omni": (*CHATML, "<|audio_bos|>", "<|audio_eos|>", "<|AUDIO|>"),
+    "qwen3_omni": (*CHATML, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
     "glmasr": (
         *("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"),
         *("<|begin_of_audio|>", "<|end_of_audio|>", "<|pad|>"),
@@ -55,7 +63,20 @@ GRANITE = (
     "{{ '<|end_of_text|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|start_of_role|>assistant<|end_of_role|>' }}{% endif %}"
 )
-TEMPLATES = {"qwen3_asr": RECOGNISER + ANSWERS + ASKS, "glmasr": GLM, "granite_speech": GRANITE}
+FLAMINGO = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+    "{% if c.type == 'audio' %}{{ '<sound>' }}{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    "{{ '<|im_end|>\n' }}{% endfor %}"
+)
+TEMPLATES = {
+    "qwen3_asr": RECOGNISER + ANSWERS + ASKS,
+    "audioflamingo3": FLAMINGO + ASKS,
+    "qwen2_5_omni": FLAMINGO.replace("<sound>", "<|audio_bos|><|AUDIO|><|audio_eos|>") + ASKS,
+    "qwen3_omni": FLAMINGO.replace("<sound>", "<|audio_start|><|audio_pad|><|audio_end|>") + ASKS,
+    "glmasr": GLM,
+    "granite_speech": GRANITE,
+}
 TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
@@ -65,6 +86,7 @@ TEKKEN = (
 ENDS = {
     "qwen3_asr": "<|im_end|>",
     "qwen2_audio": "<|im_end|>",
+    **dict.fromkeys(("audioflamingo3", "qwen2_5_omni", "qwen3_omni"), "<|im_end|>"),
     "glmasr": "<|endoftext|>",
     "granite_speech": "<|end_of_text|>",
 }
@@ -130,6 +152,7 @@ def write_folder(name: str, folder: Path) -> Path:
 
     def change(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
         """Gives the vocabulary its size, and audio its token."""
+        settings = settings.get("thinker_config", settings)
         settings["text_config"]["vocab_size"] = size
         token = "audio_token_index" if "audio_token_index" in settings else "audio_token_id"
         settings[token] = audio

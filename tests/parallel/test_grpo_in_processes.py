@@ -26,6 +26,7 @@ from jaxthd.rl.rewards.group import Group, Rewarded
 from jaxthd.rl.rewards.registry import RewardSetting
 from jaxthd.rl.rewards.rewarder import Rewarder
 from jaxthd.run.metrics_file import read_metrics
+from jaxthd.run.signals import STOPPED
 from tests.data.sets import read_manifest
 from tests.parallel.test_distributed import CLOCK, end, two
 from tests.test_grpo import config_of, write_prompts
@@ -209,7 +210,7 @@ def test_two_processes_draw_reward_and_train_as_one_through_a_kill_other_meshes_
     meshes = ["--mesh.data", "1", "--mesh.context", "4", "--rollout.mesh.data", "4"]
     with two(manifest, tmp_path, *meshes, "--rollout.answers_at_once", "12", name="grpo") as processes:
         output = end(processes, 1, signal.SIGTERM, after="[4-7]")
-        assert processes.wait() == 0, output
+        assert processes.wait() == STOPPED, output
     assert re.search(r"^\[0\] continuing from step [24]", output, re.MULTILINE)
     last = compared(tmp_path, one)
     assert f"stopped by SIGTERM after step {last}, which is saved" in output

@@ -8,6 +8,9 @@ model is given one document at a time. save_pretrained's checkpoints stay in FOL
 
     qwen3_asr       windows of 2 s in place of 8
     qwen2_audio     a window of 2 s in place of 30: longer recordings are cut off
+    audioflamingo3  windows of 2 s
+    qwen2_5_omni    the thinker; windows have 2 s anyway
+    qwen3_omni      the thinker; windows of 2 s in place of 8
     voxtral         windows of 2 s
     glmasr          windows of 2 s, rotary positions
     granite_speech  attention in blocks of 2 s in place of 4; needs torchaudio's Python files
@@ -24,8 +27,9 @@ Keys (c is a document's number):
 """
 
 import copy
+import json
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -66,13 +70,20 @@ Encoded = Callable[[Any, np.ndarray, int], torch.Tensor]
 @dataclass(frozen=True)
 class Variant:
     """kind: of the library's classes. fields: of the config, by seconds of a window. encoded: of a recording
-    alone. seconds: of a window, published. longest: seconds of a recording that are heard."""
+    alone. seconds: of a window, published. thinker_of: the model_type of the whole that the model is the
+    thinker of; "": it is the whole."""
 
     kind: str
     fields: Callable[[int], dict[str, Any]]
     encoded: Encoded
     seconds: int = 30
-    untrained: tuple[str, ...] = field(default_factory=tuple)
+    thinker_of: str = ""
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether the text model has experts, which are computed by the eager way: the others want sizes that
+        16 bytes divide."""
+        return "num_experts" in self.fields(1)["text_config"]
 
 
 def qwen3_asr(seconds: int) -> dict[str, Any]:
@@ -134,6 +145,26 @@ def qwen2_audio_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.
     return model.model.multi_modal_projector(encoded)[0, : int(tokens)]
 
 
+def audioflamingo3(seconds: int) -> dict[str, Any]:
+    audio = {**WHISPER, "hidden_size": 20, "intermediate_size": 28, "max_source_positions": 50 * seconds}
+    return {
+        "text_config": {"model_type": "qwen2", **TEXT},
+        "audio_config": {"model_type": "audioflamingo3_encoder", **audio},
+        "audio_token_id": PLACEHOLDER,
+    }
+
+
+def audioflamingo3_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    """As AudioFlamingo3Processor divides a recording."""
+    found = whisper_features(windows_of(samples, seconds), seconds)
+    return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
+
+
+def windows_of(samples: np.ndarray, seconds: int) -> list[np.ndarray]:
+    size = RATE * seconds
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
 def voxtral(seconds: int) -> dict[str, Any]:
     audio = {**WHISPER, "hidden_size": 20, "intermediate_size": 80, "max_source_positions": 50 * seconds}
     return {
@@ -163,9 +194,7 @@ def glmasr(seconds: int) -> dict[str, Any]:
 
 def glmasr_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
     """As GlmAsrProcessor divides a recording."""
-    size = RATE * seconds
-    windows = [samples[start : start + size] for start in range(0, len(samples), size)]
-    found = whisper_features(windows, seconds)
+    found = whisper_features(windows_of(samples, seconds), seconds)
     return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
 
 
@@ -214,9 +243,65 @@ def granite_speech_encoded(model: Any, samples: np.ndarray, seconds: int) -> tor
     return encoded
 
 
+VISION: dict[str, Any] = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_heads": 2,
+    "out_hidden_size": TEXT["hidden_size"],
+}
+AXES = {"mrope_section": [1, 1, 0], "rope_type": "default", "rope_theta": 1e3}
+
+
+def qwen2_5_omni(seconds: int) -> dict[str, Any]:
+    """Windows have their published 2 s."""
+    audio = {"encoder_layers": 2, "d_model": 20, "encoder_attention_heads": 2, "encoder_ffn_dim": 28}
+    return {
+        "text_config": {**TEXT, "rope_parameters": AXES, "tie_word_embeddings": False},
+        "audio_config": {**audio, "num_mel_bins": MELS, "output_dim": TEXT["hidden_size"]},
+        "vision_config": VISION,
+        "audio_token_index": PLACEHOLDER,
+    }
+
+
+def qwen2_5_omni_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    found = whisper_features(samples, 300, padding="max_length")
+    encoded = model.get_audio_features(found["input_features"], found["attention_mask"])
+    return encoded.pooler_output
+
+
+def qwen3_omni(seconds: int) -> dict[str, Any]:
+    experts = {
+        "num_experts": 5,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 14,
+        "norm_topk_prob": True,
+        "head_dim": 10,
+    }
+    return {
+        "text_config": {**TEXT, **experts, "rope_parameters": {**AXES, "mrope_section": [2, 2, 1]}},
+        "audio_config": qwen3_asr(seconds)["audio_config"] | {"model_type": "qwen3_omni_moe_audio_encoder"},
+        "vision_config": {**VISION, "deepstack_visual_indexes": [0]},
+        "audio_token_id": PLACEHOLDER,
+    }
+
+
+def qwen3_omni_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    found = whisper_features(samples, 300, padding=True, truncation=False)
+    encoded = model.get_audio_features(found["input_features"], found["attention_mask"])
+    return encoded.pooler_output
+
+
 VARIANTS = {
     "qwen3_asr": Variant("Qwen3ASR", qwen3_asr, qwen3_asr_encoded, seconds=8),
     "qwen2_audio": Variant("Qwen2Audio", qwen2_audio, qwen2_audio_encoded),
+    "audioflamingo3": Variant("AudioFlamingo3", audioflamingo3, audioflamingo3_encoded),
+    "qwen2_5_omni": Variant(
+        "Qwen2_5OmniThinker", qwen2_5_omni, qwen2_5_omni_encoded, thinker_of="qwen2_5_omni"
+    ),
+    "qwen3_omni": Variant(
+        "Qwen3OmniMoeThinker", qwen3_omni, qwen3_omni_encoded, seconds=8, thinker_of="qwen3_omni_moe"
+    ),
     "voxtral": Variant("Voxtral", voxtral, voxtral_encoded),
     "glmasr": Variant("GlmAsr", glmasr, glmasr_encoded),
     "granite_speech": Variant("GraniteSpeech", granite_speech, granite_speech_encoded, seconds=4),
@@ -267,11 +352,19 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
     config = getattr(transformers, f"{variant.kind}Config")(**variant.fields(seconds))
     config._attn_implementation = "eager"
     kind = getattr(transformers, f"{variant.kind}ForConditionalGeneration")
-    model = kind._from_config(config, attn_implementation="eager").eval()
+    eager = {"attn_implementation": "eager"}
+    if variant.has_experts:
+        eager["experts_implementation"] = "eager"
+    model = kind._from_config(config, **eager).eval()
     randomize(model)
     weights = on_disk(model, folder)
     out = {"config": np.asarray((folder / "config.json").read_text())}
-    out |= {f"weight.{k}": v for k, v in weights.items()}
+    prefix = "thinker." if variant.thinker_of else ""
+    if variant.thinker_of:
+        top = {"architectures": [kind.__name__.replace("Thinker", "")], "model_type": variant.thinker_of}
+        fields = {**top, "thinker_config": json.loads(str(out["config"]))}
+        out["config"] = np.asarray(json.dumps(fields, indent=2))
+    out |= {f"weight.{prefix}{k}": v for k, v in weights.items()}
     loss, number = torch.zeros(()), 0
     for c, (prompt, recordings, text) in enumerate(LONG if is_long else DOCUMENTS):
         seeds = np.arange(number, number + len(recordings))
@@ -292,7 +385,8 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
         out |= {f"tokens.{c}": tokens.numpy(), f"logits.{c}": kept.detach().numpy()}
         out |= {f"seeds.{c}": seeds, f"seconds.{c}": np.asarray(recordings, np.float64)}
     loss.backward()
-    out |= {f"grad.{k}": v for k, v in gradients(model, folder.with_name(f"{name}_gradients")).items()}
+    found = gradients(model, folder.with_name(f"{name}_gradients"))
+    out |= {f"grad.{prefix}{k}": v for k, v in found.items()}
     return out | {"loss": loss.detach().numpy()}
 
 

@@ -74,7 +74,34 @@ class Qwen3ASR:
         return (text if mark else before).strip()
 
 
-FORMS: dict[str, AnswerForm] = {"plain": Plain(), "qwen3_asr": Qwen3ASR()}
+class AudioFlamingo3:
+    """Audio Flamingo 3's: a sentence about what is said. One of the library's other sentences is read too."""
+
+    changes = True
+    openings = (
+        "The spoken content of the audio is",
+        "The transcription of the audio is",
+        "The content of the input audio is",
+    )
+
+    def write(self, text: str, fields: Fields) -> str:
+        return text if text.startswith(self.openings) else f'{self.openings[0]} "{text}".'
+
+    def read(self, answer: str) -> str:
+        text = answer.strip()
+        opening = next((x for x in self.openings if text.startswith(x)), None)
+        if opening is None:
+            return text
+        text = text.removeprefix(opening).strip().removesuffix(".").strip()
+        is_quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "\"'"
+        return text[1:-1].strip() if is_quoted else text
+
+
+FORMS: dict[str, AnswerForm] = {
+    "plain": Plain(),
+    "qwen3_asr": Qwen3ASR(),
+    "audio_flamingo3": AudioFlamingo3(),
+}
 """The forms by name."""
 
 

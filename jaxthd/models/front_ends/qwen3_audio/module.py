@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import ComputeConfig
 from jaxthd.models.front_ends.contract import Recordings
@@ -49,10 +49,13 @@ class Stem(nnx.Module):
         self.convs = nnx.List([Conv(n, config.channels, init) for n in inputs])
         self.out = Linear(config.channels * halved(config.mel_bands), config.dim, init)
 
-    def __call__(self, x_AM: Float[Array, "A M"]) -> Float[Array, "E D"]:
+    def __call__(self, x_AM: Float[Array, "A M"], ends_B: Int32[Array, " B"]) -> Float[Array, "E D"]:
+        """ends: how many frames of each chunk there are; those behind are as if beyond the end of all."""
         x_BTFC = x_AM.reshape(-1, CHUNK, x_AM.shape[1], 1)
         for conv in self.convs:
-            x_BTFC = conv(x_BTFC)
+            x_BTFC, ends_B = conv(x_BTFC), (ends_B + 1) // 2
+            is_there_BT = jnp.arange(x_BTFC.shape[1], dtype=jnp.int32) < ends_B[:, None]
+            x_BTFC = jnp.where(is_there_BT[:, :, None, None], x_BTFC, 0)
         return self.out(x_BTFC.reshape(len(x_BTFC) * OUTPUTS, -1))
 
 
@@ -66,7 +69,7 @@ class Qwen3AudioEncoder(nnx.Module):
         self.stem = Stem(config, init)
         sizes = BlockSizes(config.dim, config.heads, config.ffn_dim, key_bias=True)
         self.transformer = Transformer(sizes, config.layers, init, compute)
-        self.remat = compute.remat != "none"
+        self.remat, self.filled = compute.remat != "none", config.filled
         self.keeps_gathered = init.mesh.pipeline == 1
 
     def __call__(
@@ -82,14 +85,15 @@ class Qwen3AudioEncoder(nnx.Module):
     ) -> tuple[Float[Array, "E D"], dict[str, Any]]:
         """See jaxthd.models.front_ends.contract.Encoder."""
         x_AM = jnp.where(mask_A[:, None], features_AM, 0)
+        frames_B = mask_A.reshape(-1, CHUNK).sum(axis=1, dtype=jnp.int32)
         stem: Any = partial(applied, self.stem, keeps_gathered=self.keeps_gathered)
-        x_ED = (jax.checkpoint(stem) if self.remat else stem)(x_AM)
+        x_ED = (jax.checkpoint(stem) if self.remat else stem)(x_AM, self._ends(frames_B, recordings))
         place_BO = jnp.arange(OUTPUTS, dtype=jnp.int32)[None]
         x_ED += jnp.tile(
             jnp.asarray(sinusoids(OUTPUTS, x_ED.shape[1]), x_ED.dtype), (len(x_ED) // OUTPUTS, 1)
         )
         # Of a chunk that is not full, outputs that begin with padding do not count.
-        filled_B1 = halved(mask_A.reshape(-1, CHUNK).sum(axis=1, dtype=jnp.int32)[:, None])
+        filled_B1 = halved(frames_B[:, None])
         is_real_E = (place_BO < filled_B1).reshape(-1)
         ids_RE, positions_RE = (
             jnp.where(is_real_E, x, 0).reshape(pieces.rows, -1) for x in (pieces.ids, pieces.positions)
@@ -98,3 +102,11 @@ class Qwen3AudioEncoder(nnx.Module):
         x_ED = self.transformer.run(x_ED, outputs)
         x_ED = self.transformer.normed(x_ED, keeps_gathered=self.keeps_gathered)
         return jnp.where(outputs.valid[:, None], x_ED, 0), {}
+
+    def _ends(self, frames_B: Int32[Array, " B"], recordings: Recordings | None) -> Int32[Array, " B"]:
+        """Frames of each chunk, zeros that count among them: the first chunk of a recording is not filled up,
+        unless Qwen3Audio.filled says so."""
+        whole_B = jnp.full_like(frames_B, CHUNK)
+        if self.filled or recordings is None:
+            return whole_B
+        return jnp.where(recordings.positions.reshape(-1, OUTPUTS)[:, 0] == 0, frames_B, whole_B)

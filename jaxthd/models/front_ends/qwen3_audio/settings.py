@@ -14,7 +14,7 @@ from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Arrays, Below, Table
 from jaxthd.models.front_ends.log_mel import HOP
 from jaxthd.models.front_ends.whisper.tensors import BLOCK
-from jaxthd.models.front_ends.whisper_mel import filter_faults, finish, log_mel
+from jaxthd.models.front_ends.whisper_mel import WINDOW, filter_faults, finish, log_mel
 
 CHUNK, OUTPUTS = 100, 13
 """Mel frames of a chunk, which is convolved alone, and the outputs that three halvings leave of them."""
@@ -38,7 +38,8 @@ class Qwen3Audio(FrontEnd):
     title = "Qwen3 audio"
     module = "jaxthd.models.front_ends.qwen3_audio.module:Qwen3AudioEncoder"
     longest_setting = "model.encoder.chunks"
-    feature_settings = ("mel_bands", "chunks")
+    reads_recordings = True
+    feature_settings = ("mel_bands", "chunks", "filled")
     kind: Annotated[Literal["qwen3_audio"], DERIVED] = "qwen3_audio"
     mel_bands: int = 128
     """Mel bands of the features."""
@@ -55,6 +56,9 @@ class Qwen3Audio(FrontEnd):
     chunks: int = 8
     """Seconds of a window, inside which outputs attend to each other. A property of the model, not of the
     mesh."""
+    filled: bool = True
+    """Whether zeros fill up a recording of less than a second like the last second of others, and one of less
+    than half a second to half of one, which counts (Qwen3-ASR). Else nothing is behind it (Qwen3-Omni)."""
 
     @property
     def width(self) -> int:
@@ -73,7 +77,7 @@ class Qwen3Audio(FrontEnd):
         return CHUNK * self.chunks
 
     def pieces(self, samples: int) -> list[Piece]:
-        frames, found = max(samples, _LEAST) // HOP, []
+        frames, found = self._filled(samples) // HOP, []
         for start in range(0, frames, self.longest):
             own = min(frames - start, self.longest)
             tokens = own // CHUNK * OUTPUTS + halved(own % CHUNK)
@@ -83,10 +87,13 @@ class Qwen3Audio(FrontEnd):
     def features(
         self, samples: Float32[np.ndarray, " S"], dither: np.random.Generator | None
     ) -> list[Float32[np.ndarray, "F W"]]:
-        if not len(samples):
-            raise ValueError("0 samples; expected a recording")
-        size = max(len(samples), _LEAST)
+        size = self._filled(len(samples))
+        if not len(samples) or size < WINDOW:
+            raise ValueError(f"{len(samples)} samples; expected {1 if self.filled else WINDOW} or more")
         return [finish(log_mel(samples, self.mel_bands, size // HOP, size))]
+
+    def _filled(self, samples: int) -> int:
+        return max(samples, _LEAST) if self.filled else samples
 
     def faults(self, where: str) -> Iterator[Finding]:
         """Checks the features, and sizes that are divided."""

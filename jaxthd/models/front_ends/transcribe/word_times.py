@@ -91,6 +91,7 @@ class WordTimesHead(Transformer):
         assert recordings.labels is not None
         found = _Labels.of(recordings.labels, recordings.most, order, axes, self.config)
         classes = gathered_module(self.classes, h_ND.dtype)
+        assert classes.bias is not None
         # A bias is the row of an input that is always 1.
         head_CD = jnp.concatenate([classes.matrix(h_ND.dtype).T, classes.bias[...][:, None]], axis=1)
         h_ND = jnp.pad(h_ND, ((0, 0), (0, 1)), constant_values=1)

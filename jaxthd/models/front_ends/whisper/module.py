@@ -28,12 +28,16 @@ class Stem(nnx.Module):
         self.first = Linear(3 * bands, dim, init, bias=True)
         self.second = Linear(3 * dim, dim, init, bias=True)
 
-    def __call__(self, x_AM: Float[Array, "A M"], start_A: Bool[Array, " A"]) -> Float[Array, "N D"]:
-        """start: True on the first frame of a window, which comes at an even number."""
+    def __call__(
+        self, x_AM: Float[Array, "A M"], start_A: Bool[Array, " A"], is_there_A: Bool[Array, " A"]
+    ) -> Float[Array, "N D"]:
+        """start: True on the first frame of a window, which comes at an even number. is_there: False on
+        frames that are as if beyond the end of all."""
         starts = start_A[:, None]
         before_AM = jnp.where(starts, 0, jnp.roll(x_AM, 1, axis=0))
         after_AM = jnp.where(jnp.roll(starts, -1, axis=0), 0, jnp.roll(x_AM, -1, axis=0))
         x_AD = _gelu(self.first(jnp.concatenate([before_AM, x_AM, after_AM], axis=1)))
+        x_AD = jnp.where(is_there_A[:, None], x_AD, 0)
         even_ND, odd_ND = jnp.unstack(x_AD.reshape(-1, 2, x_AD.shape[1]), axis=1)
         before_ND = jnp.where(starts[::2], 0, jnp.roll(odd_ND, 1, axis=0))
         return _gelu(self.second(jnp.concatenate([before_ND, even_ND, odd_ND], axis=1)))
@@ -41,6 +45,11 @@ class Stem(nnx.Module):
 
 def _gelu(x: Array) -> Array:
     return jax.nn.gelu(x, approximate=False)
+
+
+def sines_of(config: Whisper) -> Float[Array, "P D"]:
+    """The table of positions, as it is before training."""
+    return jnp.asarray(sinusoids(config.positions, config.model_dim))
 
 
 class WhisperEncoder(nnx.Module):
@@ -54,8 +63,8 @@ class WhisperEncoder(nnx.Module):
         sizes = BlockSizes(config.model_dim, config.heads, config.ffn_dim, key_bias=False, rope=rope)
         self.stem = Stem(config.mel_bands, config.model_dim, init)
         # Published models keep the table as it is: it has no gradient.
-        table = None if config.rope_theta else sinusoids(config.positions, config.model_dim)
-        self.positions = None if table is None else init.buffer(jnp.asarray(table))
+        is_stored = config.stored_positions and not config.rope_theta
+        self.positions = init.buffer(sines_of(config)) if is_stored else None
         self.transformer = Transformer(sizes, config.layers, init, compute)
         self.config = config
         self.keeps_gathered = init.mesh.pipeline == 1
@@ -76,10 +85,11 @@ class WhisperEncoder(nnx.Module):
         begins_E = pieces.positions == 0
         start_A = jnp.zeros(len(mask_A), bool).at[:: 2 * joined].set(begins_E)
         x_AM = jnp.where(mask_A[:, None], features_AM, 0)
-        x_ND = applied(self.stem, x_AM, start_A, keeps_gathered=self.keeps_gathered)
+        is_there_A = mask_A if config.silence == "absent" else jnp.ones_like(mask_A)
+        x_ND = applied(self.stem, x_AM, start_A, is_there_A, keeps_gathered=self.keeps_gathered)
         outputs = self._outputs(pieces, mask_A, start_A)
-        if self.positions is not None:
-            table_PD = self.positions[...].astype(x_ND.dtype)
+        if not config.rope_theta:
+            table_PD = self._table().astype(x_ND.dtype)
             x_ND = x_ND + table_PD.at[outputs.positions].get(mode="clip")
         x_ND = self.transformer.run(x_ND, outputs)
         if config.join == "mean":
@@ -87,6 +97,9 @@ class WhisperEncoder(nnx.Module):
         x_ND = self.transformer.normed(x_ND, keeps_gathered=self.keeps_gathered)
         y_ED = jnp.where(pieces.valid[:, None], x_ND.reshape(len(pieces.ids), -1), 0)
         return y_ED, nnx.to_pure_dict(nnx.state(self, Buffer))
+
+    def _table(self) -> Float[Array, "P D"]:
+        return sines_of(self.config) if self.positions is None else self.positions[...]
 
     def _outputs(self, pieces: Segments, mask_A: Array, start_A: Array) -> Segments:
         """The convolutions' outputs; those that others do not see count as padding.
@@ -98,7 +111,9 @@ class WhisperEncoder(nnx.Module):
         ids_N, positions_E = (x.repeat(joined) for x in (pieces.ids, pieces.positions))
         positions_N = joined * positions_E + jnp.tile(jnp.arange(joined, dtype=jnp.int32), len(pieces.ids))
         is_seen_N = ids_N > 0
-        if self.config.silence == "hidden":
+        if self.config.silence == "absent":
+            is_seen_N &= mask_A[::2]
+        elif self.config.silence == "hidden":
             is_seen_N &= jnp.roll(mask_A & ~start_A, -2)[::2].at[-1].set(False)
         ids_RN, positions_RN = (jnp.where(is_seen_N, x, 0).reshape(rows, -1) for x in (ids_N, positions_N))
         return make_segments(ids_RN, positions_RN, block=pieces.block, axis=None)

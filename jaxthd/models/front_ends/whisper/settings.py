@@ -14,7 +14,7 @@ from jaxthd.config.values import DERIVED, Index
 from jaxthd.files.tensor_names import Table
 from jaxthd.models.front_ends.log_mel import HOP
 from jaxthd.models.front_ends.whisper.tensors import encoder_table
-from jaxthd.models.front_ends.whisper_mel import filter_faults, finish, log_mel
+from jaxthd.models.front_ends.whisper_mel import WINDOW, filter_faults, finish, log_mel
 
 _GROUPS = {"attention": "attention", "up": "feed-forward", "down": "feed-forward"}
 
@@ -45,17 +45,20 @@ class Whisper(FrontEnd):
     positions: int = 1500
     """Outputs of the convolutions in a window, each of two mel frames (1500: 30 s)."""
     rope_theta: float = 0.0
-    """Base of the rotary position embedding (GLM-ASR: 1e4); 0: a stored table, which does not train."""
+    """Base of the rotary position embedding (GLM-ASR: 1e4); 0: a table is added."""
     rope_fraction: float = 0.5
     """Share of a head's features that are rotated, from the first on."""
+    stored_positions: bool = True
+    """Whether the table is stored, though it does not train; or sines that are computed (Qwen2.5-Omni)."""
     join: Literal["mean", "stack"] = "stack"
     """"mean": an audio token is the mean of outputs, before the last LayerNorm (Qwen2-Audio, Audio Flamingo
     3). "stack": it is outputs side by side, behind it (Voxtral, GLM-ASR)."""
     joined: int = 4
     """Outputs of an audio token."""
-    silence: Literal["hidden", "heard"] = "heard"
-    """Whether outputs of the silence that fills the last window are hidden from the others (Qwen2-Audio), or
-    encoded like speech (Voxtral, GLM-ASR): then every window costs as much as a full one."""
+    silence: Literal["absent", "hidden", "heard"] = "heard"
+    """Whether there is nothing behind the end of a recording (Qwen2.5-Omni); or silence fills the last
+    window, whose outputs are hidden from the others (Qwen2-Audio), or encoded like speech (Voxtral, GLM-ASR):
+    then every window costs as much as a full one."""
     tail: Literal["floor", "ceil", "window"] = "floor"
     """Audio tokens of the last window: those that the recording fills, those that it begins, or all of the
     window (Voxtral)."""
@@ -110,14 +113,24 @@ class Whisper(FrontEnd):
                 f"{len(samples)} samples make no audio token; expected {2 * self.joined * HOP} or more"
             )
         if self.whole_features:
-            mel = log_mel(samples, self.mel_bands, windows * window, windows * window * HOP)
-            return np.split(finish(mel), windows)
+            mel = self._mel_of_whole(samples, windows * window)
+            if self.silence == "absent":
+                mel = mel[: sum(frames)]
+            return np.split(mel, range(window, len(mel), window))
         found = []
         for number, read in enumerate(map(self._read, frames)):
             own = samples[number * window * HOP : (number + 1) * window * HOP]
             mel = finish(log_mel(own, self.mel_bands, min(read, window), window * HOP))
             found.append(np.pad(mel, ((0, read - len(mel)), (0, 0))))
         return found
+
+    def _mel_of_whole(self, samples: Float32[np.ndarray, " S"], frames: int) -> Float32[np.ndarray, "F W"]:
+        """Where nothing is behind a recording, the maximum is over the silence too that the published code
+        fills it up with, until the last of all windows."""
+        most = frames
+        if self.silence == "absent":
+            most = 2 * self.positions * self.windows or frames + WINDOW
+        return finish(log_mel(samples, self.mel_bands, min(frames + 2, most), most * HOP))[:frames]
 
     def _frames(self, samples: int) -> list[int]:
         """Mel frames of the recording in each window."""
@@ -127,7 +140,7 @@ class Whisper(FrontEnd):
     def _read(self, frames: int) -> int:
         """Frames that a window with so many of the recording reads. Where silence is hidden, the convolutions
         reach two frames beyond; those behind the window's end are zeros."""
-        return frames + 2 if self.silence == "hidden" else 2 * self.positions
+        return {"absent": frames, "hidden": frames + 2, "heard": 2 * self.positions}[self.silence]
 
     def faults(self, where: str) -> Iterator[Finding]:
         """Checks the features, and sizes that are divided."""
@@ -147,6 +160,20 @@ class Whisper(FrontEnd):
                 f'{where}.whole_features is True with silence "hidden"',
                 "one or the other, because frames behind a window's end would then be the next one's",
                 f"take {where}.whole_features away",
+            )
+        if self.silence == "absent" and not self.whole_features:
+            yield Finding(
+                f'{where}.whole_features is False with silence "absent"',
+                "features of the whole recording, whose windows have no silence of their own",
+                f"set {where}.whole_features to True",
+            )
+        if self.windows:
+            seconds = self.seconds(2 * self.positions * self.windows)
+            yield Finding(
+                f"{where}.windows is {self.windows}: of a recording {seconds:g} s are heard",
+                "recordings of no more, because a transcript of the rest would be learnt without hearing it",
+                f"set data.filter.seconds to 0 {seconds:g}, if there are longer ones",
+                is_warning=True,
             )
 
     def tensors(self) -> Table:
