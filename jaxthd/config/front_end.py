@@ -124,7 +124,7 @@ class FrontEnd:
         raise NotImplementedError
 
     def heard(self, samples: int) -> int:
-        """How many of the samples of a recording are heard; those behind them are cut off."""
+        """The number of a recording's samples that are heard; those behind them are cut off."""
         return samples
 
     def pieces(self, samples: int) -> Sequence[Piece]:
