@@ -55,6 +55,17 @@ FAMILIES: dict[str, LLMConfig] = {
         norm_eps=1e-6,
         norm_zero_centred=True,
     ),
+    "qwen3_5": LLMConfig(
+        "D-D-*-",
+        blocks={
+            "D": GatedDelta(key_heads=2, value_heads=4, key_dim=24, value_dim=16, conv=3),
+            "*": replace(ATTENTION, qk_norm=True, gate=True, rope=replace(ROPE, fraction=0.25)),
+            "-": GATED_MLP,
+        },
+        norm_eps=1e-6,
+        norm_zero_centred=True,
+        tied_embedding=True,
+    ),
     "gpt_oss": LLMConfig(
         "WE*EWE",
         blocks={

@@ -40,6 +40,8 @@ FAMILIES = {
     "qwen3": "llm",
     "qwen3_moe": "llm",
     "qwen3_next": "llm",
+    "qwen3_5": "llm",
+    "qwen3_5_moe": "llm",
     "deepseek_v3": "llm",
     "gpt_oss": "llm",
     "moonlight": "llm",
@@ -98,7 +100,7 @@ def main() -> None:
             folder, npz = checkpoints / name, work / f"{name}.npz"
             others = {"llm": ["fastconformer"], "encoder": ["nemotron_h"], "omni": []}[form]
             sources = [str(folder), *(str(checkpoints / other) for other in others)]
-            like = folder if form == "omni" else None
+            like = folder if form == "omni" or name == "qwen3_5_moe" else None
             exported = []
             for turn, given in enumerate((sources, [str(work / f"{name}-0"), *sources[1:]])):
                 imported, out = work / f"{name}-imported-{turn}", work / f"{name}-{turn}"

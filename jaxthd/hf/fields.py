@@ -108,6 +108,7 @@ _PART: dict[str, Any] = {
     **_each(_COUNT, "vocab_size num_key_value_heads head_dim intermediate_size max_position_embeddings"),
     **_each(_COUNT, "original_max_position_embeddings sliding_window max_window_layers decoder_sparse_step"),
     **_each(_COUNT, "full_attention_interval first_k_dense_replace num_nextn_predict_layers"),
+    **_each(_COUNT, "mtp_num_hidden_layers"),
     **_each(_COUNT, "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts"),
     **_each(_COUNT, "moe_intermediate_size shared_expert_intermediate_size n_group topk_group"),
     **_each(_COUNT, "moe_shared_expert_intermediate_size moe_latent_size q_lora_rank kv_lora_rank"),

@@ -8,17 +8,17 @@ Automodel 0.7 (components/models, components/moe).
 """
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from itertools import groupby
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.files.tensor_names import ArraySlice, Shape, Tensor, matrix, tensors
+from jaxthd.files.tensor_names import Shape, Tensor, matrix, tensors
 from jaxthd.hf.decoder import Decoder
 from jaxthd.hf.fields import Fields, read_fields, required
 from jaxthd.hf.nemotron_h import NEMOTRON_H
+from jaxthd.hf.packed_experts import PACKED, ExpertForm, packed
 from jaxthd.hf.qwen3 import QWEN3, QWEN3_MOE
 
 DECODERS: tuple[Decoder, ...] = (QWEN3, QWEN3_MOE, NEMOTRON_H)
@@ -76,7 +76,6 @@ PUBLISHED: dict[str, dict[str, Any]] = {
 """Names of LLMs, which NeMo looks up on the Hugging Face Hub -> their settings."""
 
 _LAYER = re.compile(r"\.layers\.\d+\.")
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)_proj\.weight")
 _OF_AUTOMODEL = (
     (r"^backbone\.embeddings\.", "model.embed_tokens."),
     (r"^backbone\.norm_f\.", "model.norm."),
@@ -84,30 +83,27 @@ _OF_AUTOMODEL = (
 )
 """Beginnings of transformers' names -> Automodel's."""
 _HELD = re.compile(r"(\.mixer\.)(?=(A_log|D|dt_bias)$)")
-_PACKED = {"rows": ("gate_up_proj", "down_proj"), "columns": ("gate_and_up_projs", "down_projs")}
 
 
 class Naming(NamedTuple):
     """The names and forms of the LLM's tensors in a folder.
 
     is_automodel: whether they are SALMAutomodel's. embedding: the embedding's name. holder: what stands
-    before A_log, D and dt_bias of a Mamba2 mixer.
-    experts: how they are stored. "each": by itself; "rows": (expert, gate's outputs and up's, inputs), as in
-    transformers' memory; "columns": (expert, inputs, gate's outputs and up's).
+    before A_log, D and dt_bias of a Mamba2 mixer. experts: how they are stored.
     """
 
     is_automodel: bool
     embedding: str
     holder: str = ""
-    experts: Literal["each", "rows", "columns"] = "each"
+    experts: ExpertForm = "each"
 
     @classmethod
     def of_folder(cls, names: Collection[str]) -> "Naming":
         """The naming of a folder with these tensors."""
         found = next((x for x in _EMBEDDINGS if x in names), _EMBEDDINGS[0])
-        experts: Literal["each", "rows", "columns"] = "each"
-        for form in ("rows", "columns"):
-            if any(f".experts.{_PACKED[form][0]}" in name for name in names):
+        experts: ExpertForm = "each"
+        for form, (inward, _) in PACKED.items():
+            if any(f".experts.{inward}" in name for name in names):
                 experts = form
         holder = "_fp32_params." if any("._fp32_params." in name for name in names) else ""
         return cls(found != _EMBEDDINGS[0], found, holder, experts)
@@ -188,7 +184,7 @@ def llm_tensors(
     embedding = next(found)  # the first is the embedding
     yield embedding._replace(name=naming.embedding)
     theirs = "llm.base_model.model." if with_lora and not naming.is_automodel else "llm."
-    for tensor in _packed(found, naming):
+    for tensor in packed(found, lambda _: naming.experts):
         name = tensor.name
         if naming.is_automodel:
             for pattern, new in _OF_AUTOMODEL:
@@ -215,36 +211,3 @@ def _with_lora(tensor: Tensor, shapes: Mapping[str, Shape], theirs: str, naming:
     }
     yield from tensors(low_rank, shapes, theirs, f"{module}.lora.", tensor.slices[0].at)
     yield tensor._replace(name=f"{theirs}{name}{'' if naming.is_automodel else '.base_layer'}.weight")
-
-
-def _packed(found: Iterable[Tensor], naming: Naming) -> Iterator[Tensor]:
-    """The tensors with the experts of each layer in the form of `naming`."""
-    for layer, group in groupby(found, lambda tensor: (m := _EXPERT.match(tensor.name)) and m[1]):
-        if layer is None or naming.experts == "each":
-            yield from group
-            continue
-        parts: dict[str, list[Tensor]] = {"gate": [], "up": [], "down": []}
-        for tensor in group:
-            match = _EXPERT.match(tensor.name)
-            assert match is not None
-            parts[match[3]].append(tensor)
-        inward, down = _PACKED[naming.experts]
-        whole = {part: _whole(of_part, naming) for part, of_part in parts.items() if of_part}
-        yield _joined(f"{layer}.{inward}", [x for part, x in whole.items() if part != "down"], naming)
-        yield _joined(f"{layer}.{down}", [whole["down"]], naming)
-
-
-def _whole(experts: list[Tensor], naming: Naming) -> ArraySlice:
-    """A matrix of all experts of a layer as one slice of our array."""
-    (first,) = experts[0].slices
-    shape = (len(experts), *first.shape)
-    order = (0, 2, 1) if naming.experts == "rows" else (0, 1, 2)
-    return ArraySlice(first.name, first.at[:-1], shape, tuple(shape[i] for i in order), order)
-
-
-def _joined(name: str, parts: list[ArraySlice], naming: Naming) -> Tensor:
-    """A tensor of slices whose rows, or columns, follow each other in each expert."""
-    experts, rows, columns = parts[0].view
-    if naming.experts == "rows":
-        return Tensor(name, (experts, rows * len(parts), columns), tuple(parts), groups=experts)
-    return Tensor(name, (experts, rows, columns * len(parts)), tuple(parts), groups=experts * rows)

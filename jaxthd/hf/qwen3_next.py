@@ -29,10 +29,10 @@ from jaxthd.hf.family import Field
 from jaxthd.hf.fields import Fields
 from jaxthd.models.blocks import MLP, Attention, GatedDelta
 
-_TYPES = {"linear_attention": "D", "full_attention": "*"}
+TYPES = {"linear_attention": "D", "full_attention": "*"}
 
 
-def _shared_inner(value: int, fields: Fields) -> int:
+def shared_inner(value: int, fields: Fields) -> int:
     if not value:
         raise UserError(
             "config.json has shared_expert_intermediate_size 0; expected more, since each layer of experts "
@@ -50,9 +50,12 @@ class Qwen3Next(Decoder):
 
     def letters(self, fields: Fields, where: str) -> str:
         """The blocks: the gated delta rule or attention, and experts or an MLP."""
+        return sparse_layers(fields, self.mixers(fields))
+
+    def mixers(self, fields: Fields) -> str:
+        """The letters of the layers' mixers."""
         every = fields.get("full_attention_interval") or 4
-        default = ["linear_attention"] * (every - 1) + ["full_attention"]
-        return sparse_layers(fields, layer_types(fields, _TYPES, default))
+        return layer_types(fields, TYPES, ["linear_attention"] * (every - 1) + ["full_attention"])
 
     def mtp(self, fields: Fields, letters: str) -> tuple[str, int]:
         """One module: attention, and what the layers have behind it."""
@@ -60,20 +63,25 @@ class Qwen3Next(Decoder):
 
     def more_fields(self, llm: LLMConfig) -> dict[str, Any]:
         """The kinds of layers. Raises UserError for another form of multi-token prediction or experts."""
-        if llm.mtp_pattern:
-            self.must_hold(llm, {"mtp_pattern": self.mtp({}, llm.letters)[0], "mtp_modules": 1})
-        has_experts = "E" in llm.letters
-        if has_experts and not value_at(llm, "blocks.E.shared_inner"):
-            raise UserError(
-                "model.llm.blocks.E.shared_inner is 0; expected more for Qwen3NextForCausalLM, whose experts "
-                "have a shared one beside them: choose another format"
-            )
-        types = {letter: name for name, letter in _TYPES.items()}
         return {
-            **({} if has_experts else {"num_experts": 0}),
-            "layer_types": [types[letter] for letter in llm.letters[::2]],
+            **self.mixer_fields(llm),
+            **({} if "E" in llm.letters else {"num_experts": 0}),
             "decoder_sparse_step": 1,
             "mlp_only_layers": dense_layers(llm.letters),
+        }
+
+    def mixer_fields(self, llm: LLMConfig) -> dict[str, Any]:
+        """Fields of the layers' mixers. Raises UserError as more_fields."""
+        if llm.mtp_pattern:
+            self.must_hold(llm, {"mtp_pattern": self.mtp({}, llm.letters)[0], "mtp_modules": 1})
+        if "E" in llm.letters and not value_at(llm, "blocks.E.shared_inner"):
+            raise UserError(
+                f"model.llm.blocks.E.shared_inner is 0; expected more for {self.title}, whose experts have a "
+                "shared one beside them: choose another format"
+            )
+        types = {letter: name for name, letter in TYPES.items()}
+        return {
+            "layer_types": [types[letter] for letter in llm.letters[::2]],
             "partial_rotary_factor": value_at(llm, "blocks.*.rope.fraction") if "*" in llm.blocks else 1.0,
         }
 
@@ -81,13 +89,17 @@ class Qwen3Next(Decoder):
         """The tables of the delta rule, attention, experts and MLP."""
         special: dict[str, Table] = {}
         if "D" in llm.blocks:
-            delta = Below("mixer.", llm.blocks["D"].tensors())
+            delta = Below("mixer.", self.delta_tensors(llm.blocks["D"].tensors()))
             special["D"] = {"input_layernorm": "norm", "linear_attn.": delta}
         if "E" in llm.blocks:
             usual = llm.blocks["E"].tensors().items()
             renamed = {name.replace("shared_experts.", "shared_expert."): x for name, x in usual}
             special["E"] = ffn_block({**renamed, "shared_expert_gate": "shared_gate"})
         return paired_blocks(llm, special)
+
+    def delta_tensors(self, usual: Table) -> Table:
+        """The table of a gated delta rule's mixer. usual: the block's."""
+        return usual
 
     def mtp_tensors(self, llm: LLMConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
         """One layer, with its norms and its projection beside it."""
@@ -140,7 +152,7 @@ QWEN3_NEXT = Qwen3Next(
                 "experts": Field("num_experts", 512),
                 "experts_per_token": Field("num_experts_per_tok", 10),
                 "inner": Field("moe_intermediate_size", 512),
-                "shared_inner": Field("shared_expert_intermediate_size", 512, _shared_inner),
+                "shared_inner": Field("shared_expert_intermediate_size", 512, shared_inner),
                 "router.normalised": Field("norm_topk_prob", True),
             },
         ),

@@ -17,6 +17,7 @@ from jaxthd.hf import (
     parakeet,
     qwen2_audio,
     qwen3,
+    qwen3_5,
     qwen3_asr,
     qwen3_next,
     qwen_omni,
@@ -29,7 +30,9 @@ from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family
 FAMILIES: tuple[Family, ...] = (
     nemotron_h.FAMILY,
     *qwen3.FAMILIES,
+    qwen3_5.FAMILIES[0],  # before Qwen3-Next, whose published models all have experts
     qwen3_next.FAMILY,
+    *qwen3_5.FAMILIES[1:],
     deepseek_v3.FAMILY,
     gpt_oss.FAMILY,
     *llama.FAMILIES,
@@ -77,18 +80,25 @@ def export_families(
     parts = parts_of(model)
     if format is None:
         whole = [f for f in FAMILIES if all(f.holds(name) for names in parts.values() for name in names)]
-        whole.sort(key=lambda family: family is not like)
+        whole = _first_alike(whole, like)
         fitting = [family for family in whole if family.by_default and _refusal(family, model) is None]
         if fitting:
             return {"": fitting[0]}
     if format is None or format == "parts":
         return {
-            part: _first_fitting([family for family in FAMILIES if family.covers == names], model)
+            part: _first_fitting(
+                _first_alike([family for family in FAMILIES if family.covers == names], like), model
+            )
             for part, names in parts.items()
         }
     if format not in FORMATS:
         raise UserError(f"the format is {format!r}; expected one of {', '.join(FORMATS)}: choose one of them")
-    return {"": _first_fitting([family for family in FAMILIES if family.format == format], model)}
+    return {"": _first_fitting(_first_alike([f for f in FAMILIES if f.format == format], like), model)}
+
+
+def _first_alike(families: Sequence[Family], like: Family | None) -> list[Family]:
+    """The families, that of an original first. like: as its files complete it (Family.opened)."""
+    return sorted(families, key=lambda x: like is None or (x.format, x.title) != (like.format, like.title))
 
 
 def _first_fitting(families: Sequence[Family], model: ModelConfig) -> Family:

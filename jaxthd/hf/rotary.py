@@ -66,6 +66,18 @@ def rope_config(fields: Fields, *, partial: bool = False) -> RopeConfig:
     return updated(RopeConfig(), {**settings, "theta": theta, "fraction": fraction, "scaling": _KINDS[kind]})
 
 
+def without_axes(fields: Fields) -> dict[str, Any]:
+    """The fields without the settings by which images have positions in several axes: those of audio and text
+    are equal, so that what is left is the plain rotary embedding."""
+    axes = ("mrope_section", "mrope_interleaved", "interleaved")
+    plain = dict(fields)
+    for name in ("rope_parameters", "rope_scaling"):
+        if isinstance(rope := fields.get(name), Mapping):
+            kept = {name: value for name, value in rope.items() if name not in axes}
+            plain[name] = {name: "default" if value == "mrope" else value for name, value in kept.items()}
+    return plain
+
+
 def _refuse_unknown(given: Mapping[str, Any], kind: str) -> None:
     if kind not in _KINDS:
         raise UserError(

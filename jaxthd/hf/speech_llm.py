@@ -24,6 +24,7 @@ from jaxthd.hf.family import (
     write_settings,
 )
 from jaxthd.hf.fields import Fields, must_be, required
+from jaxthd.hf.rotary import without_axes
 
 TEXT, AUDIO = "text_config", "audio_config"
 TIED = "tie_word_embeddings"
@@ -126,9 +127,7 @@ class SpeechLLM:
         own = self.own(fields)
         text = {**self.text, **(own.get(TEXT) or {})}
         text[TIED] = bool(own.get(TIED, (text if self.text_ties else self.text).get(TIED)))
-        for rope in ("rope_parameters", "rope_scaling"):
-            if text.get(rope):
-                text[rope] = _plain_rope(text[rope])
+        text = without_axes(text)
         kind = text.get("model_type", self.decoders[0].model_types[0])
         for decoder in self.decoders:
             if kind in decoder.model_types:
@@ -236,11 +235,3 @@ class SpeechLLM:
             float32=self.float32,
             data=lambda fields: dict(self.data),
         )
-
-
-def _plain_rope(rope: Fields) -> dict[str, Any]:
-    """A rotary embedding without the settings by which images have positions in several axes: those of audio
-    and text are equal."""
-    axes = ("mrope_section", "mrope_interleaved", "interleaved")
-    plain = {name: value for name, value in rope.items() if name not in axes}
-    return {name: "default" if value == "mrope" else value for name, value in plain.items()}

@@ -31,7 +31,7 @@ from tests.references.waves import wave
 
 REFERENCES = Path(__file__).parents[1] / "references"
 LLMS = ("nemotron_h", "nemotron_h_latent")
-QWEN = ("qwen3", "qwen3_moe", "qwen3_next")
+QWEN = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 DEEPSEEK = ("deepseek_v3", "moonlight")
 SALM = ("salm", "salm_layers", "salm_qformer", "salm_automodel")
 LLAMAS = ("llama", "mistral", "qwen2", "granite")

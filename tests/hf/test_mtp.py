@@ -230,7 +230,7 @@ def deepseek_tensors(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -
 
 
 def qwen_tensors(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
-    """Adds them by Qwen3-Next's names; its settings do not tell of it."""
+    """Adds them by the names of Qwen3-Next and Qwen3.5; settings need not tell of it."""
     dim, kinds = settings["hidden_size"], settings["layer_types"]
     layer = f"model.layers.{kinds.index('full_attention')}."
     more = {"mtp.fc.weight": np.arange(2 * dim * dim, dtype=np.float32).reshape(dim, 2 * dim)}
@@ -243,7 +243,12 @@ def qwen_tensors(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "made", "pattern"), [("deepseek_v3", deepseek_tensors, "LE"), ("qwen3_next", qwen_tensors, "*E")]
+    ("name", "made", "pattern"),
+    [
+        ("deepseek_v3", deepseek_tensors, "LE"),
+        ("qwen3_next", qwen_tensors, "*E"),
+        ("qwen3_5", qwen_tensors, "*-"),
+    ],
 )
 def test_that_of_other_families_comes_back_bit_identical(name, made, pattern, tmp_path, capsys):
     """A model may do without it, and a checkpoint without its tensors has none."""

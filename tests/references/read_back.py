@@ -21,7 +21,7 @@ def main() -> None:
     fields = json.loads((folder / "config.json").read_text())
     kind = getattr(transformers, fields["architectures"][0])
     eager = {"attn_implementation": "eager"}
-    if "num_local_experts" in fields:
+    if fields.keys() & {"num_local_experts", "num_experts"}:
         eager["experts_implementation"] = "eager"  # others want sizes that 16 bytes divide
     model, info = kind.from_pretrained(folder, dtype=torch.float32, output_loading_info=True, **eager)
     model.eval()

@@ -14,6 +14,9 @@ entry for each expert, and NemotronH's prefix "backbone.".
     qwen3_moe           a dense layer between two layers of experts
     qwen3_next          zero-centred norms, gated delta rules, attention, a dense layer among
                         layers of experts
+    qwen3_5             the gated delta rule's projections each by itself, convolutions of 3, a tied head,
+                        three axes of positions, which are equal
+    qwen3_5_moe         the same with experts in all layers, convolutions of 2
     deepseek_v3         a latent for queries, a dense layer before two of experts, groups of experts, YaRN
     moonlight           no latent for queries, one group, two shared experts
     llama               all projections with biases, heads wider than their share, Llama 3's positions
@@ -116,6 +119,25 @@ DEEPSEEK: dict[str, Any] = {
     "num_nextn_predict_layers": 0,
 }
 YARN = {"rope_type": "yarn", "rope_theta": 1e3, "factor": 4.0, "original_max_position_embeddings": 16}
+QWEN35: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 20,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 10,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 6,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 1e3,
+        "partial_rotary_factor": 0.6,
+        "mrope_section": [1, 1, 1],
+        "mrope_interleaved": True,
+    },
+}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "nemotron_h": (
         "NemotronH",
@@ -175,6 +197,30 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "moe_intermediate_size": 12,
             "shared_expert_intermediate_size": 9,
             "rope_parameters": QWEN3["rope_parameters"] | {"partial_rotary_factor": 0.4},
+        },
+    ),
+    "qwen3_5": (
+        "Qwen3_5",
+        {
+            **QWEN35,
+            "num_hidden_layers": 3,
+            "intermediate_size": 36,
+            "linear_conv_kernel_dim": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {
+            **QWEN35,
+            "num_hidden_layers": 2,
+            "linear_conv_kernel_dim": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "shared_expert_intermediate_size": 9,
         },
     ),
     "deepseek_v3": (
@@ -278,6 +324,10 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
 """The library's class, without its ending, and the fields of its config."""
 
 
+ZERO_CENTRED = ("Qwen3Next", "Qwen3_5", "Qwen3_5Moe")
+"""The classes whose norms' weights are stored as their difference from 1, but for the delta rule's."""
+
+
 def randomize(model: torch.nn.Module) -> None:
     """Gives every weight of a NemotronH a value at which an error in its use would show."""
     with torch.no_grad():
@@ -305,7 +355,7 @@ def randomize_others(model: torch.nn.Module, kind: str) -> None:
             if "A_log" in name or "dt_bias" in name:  # decays from almost none to almost all
                 x.uniform_(-3.0, 1.5)
             elif x.ndim == 1 or name.endswith("_bias"):
-                zero_centred = kind == "Qwen3Next" and "linear_attn" not in name
+                zero_centred = kind in ZERO_CENTRED and "linear_attn" not in name
                 is_bias = name.endswith(".bias") or (kind == "GptOss" and "norm" not in name)
                 x.normal_(0.0 if zero_centred or is_bias else 1.0, 0.3)
             else:
@@ -387,11 +437,11 @@ def mxfp4(seed: int) -> Arrays:
     return {"fp4.blocks": blocks, "fp4.scales": scales, "fp4.values": values.numpy()}
 
 
-def reference(name: str, seed: int, folder: Path) -> Arrays:
-    """All arrays of one archive. folder: where the checkpoint is saved."""
-    kind, fields = VARIANTS[name]
+def reference(kind: str, fields: dict[str, Any], seed: int, folder: Path) -> Arrays:
+    """All arrays of one archive. kind, fields: as in VARIANTS. folder: where the checkpoint is saved."""
     torch.manual_seed(seed)
-    config = getattr(transformers, f"{kind}Config")(**fields, attn_implementation="eager")
+    text = "Text" if kind in ZERO_CENTRED[1:] else ""  # what has a vision tower besides has the plain name
+    config = getattr(transformers, f"{kind}{text}Config")(**fields, attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     randomize(model) if kind == "NemotronH" else randomize_others(model, kind)
     model.save_pretrained(folder)
@@ -421,7 +471,7 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
 def main() -> None:
     options = arguments(__doc__)
     for name in options.only or VARIANTS:
-        write(name, options, lambda seed, folder, name=name: reference(name, seed, folder))  # type: ignore[misc]
+        write(name, options, lambda seed, folder, name=name: reference(*VARIANTS[name], seed, folder))  # type: ignore[misc]
 
 
 if __name__ == "__main__":
