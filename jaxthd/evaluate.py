@@ -2,7 +2,9 @@
 
     jaxthd evaluate runs/my
     jaxthd evaluate runs/my@best --data.validation-manifest clean=clean.jsonl other=other.jsonl
-    jaxthd evaluate my.py --weights published_folder --train.normaliser english
+    jaxthd evaluate runs/my --data.validation-manifest new=new.jsonl old=old.jsonl --guard old
+    jaxthd evaluate runs/my --contamination
+    jaxthd evaluate my.py --weights published_folder --train.normaliser leaderboard
 
 All documents of data.validation_manifest are read. Their last answers are decoded greedily, up to
 train.max_new_tokens. The results lie beside the run's weights, by checkpoint and set, in
@@ -12,28 +14,37 @@ config file's. The folder receives
     summary.json        the figures of the printed table
     error_gallery.png   spectrograms and texts of the documents with the highest word error rates
     skipped.jsonl       every document that was skipped, with the reason
+    before_SET.jsonl    for each set of --guard: what the model before training says
+    contamination.jsonl with --contamination: documents whose text or recording is in the training data
 
 Several processes evaluate together as they train together (jaxthd.train).
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
-from jaxthd.config import Config, FrontEnd
+from jaxthd.checkpoints.weights import Weights, start_weights
+from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
+from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.errors import UserError, readable_errors
+from jaxthd.evaluation.comparison import compare
+from jaxthd.evaluation.contamination import Match, contaminated
+from jaxthd.evaluation.results import SetResult, document_line, most_wrong, scored_set, set_figures
+from jaxthd.evaluation.summary_text import summary_text
 from jaxthd.figures.error_gallery import Case, draw_gallery
 from jaxthd.files.jsonl import finite
 from jaxthd.files.run_folder import EMA, source_of
 from jaxthd.files.unread_output import goes_on_unread
-from jaxthd.inference.evaluator import Evaluation, Evaluator, Hypothesis
+from jaxthd.inference.evaluator import Evaluator
 from jaxthd.inference.model import Model
-from jaxthd.inference.wer import Errors, Normaliser, errors_of, make_normaliser, summed
+from jaxthd.inference.wer import aligned_words, make_normaliser, merges_compounds, summed
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows
 from jaxthd.parallel.processes import exchange, is_first
@@ -50,7 +61,6 @@ from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import check, devices_ready
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, WEIGHTS, parse_command_line
-from jaxthd.terminal.tables import table
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "weights": WEIGHTS,
@@ -61,30 +71,19 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "default": 8,
         "help": "documents in error_gallery.png, 8 by default; 0: no picture",
     },
+    "guard": {
+        "nargs": "+",
+        "metavar": "SET",
+        "default": [],
+        "help": "validation sets on which the model is compared with the one that its run began with "
+        "(train.init_from): what it has forgotten",
+    },
+    "contamination": {
+        "action": "store_true",
+        "help": "list the documents whose text or recording is in the training data (data.manifest) too",
+    },
     **PROCESS_OPTIONS,
 }
-
-
-class ScoredDocument(NamedTuple):
-    """A document's hypothesis with its errors.
-
-    reference, hypothesis: after the normaliser. words, characters: errors of
-    the hypothesis against the reference.
-    """
-
-    decoded: Hypothesis
-    reference: str
-    hypothesis: str
-    words: Errors
-    characters: Errors
-
-
-class SetResult(NamedTuple):
-    """An evaluated set. documents: those with an answer, in the set's order."""
-
-    name: str
-    found: Evaluation
-    documents: list[ScoredDocument]
 
 
 @goes_on_unread()
@@ -96,7 +95,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--weights is missing; expected the workdir of a run, or checkpoints: name them")
     with devices_ready(line.config.mesh, options):
         beside = line.folder / "evaluations"
-        evaluate(line.config, weights, options.out, beside=beside, gallery=options.gallery)
+        more = {"gallery": options.gallery, "guard": options.guard, "contamination": options.contamination}
+        evaluate(line.config, weights, options.out, beside=beside, **more)
 
 
 def evaluate(
@@ -106,18 +106,22 @@ def evaluate(
     *,
     beside: Path = Path("evaluations"),
     gallery: int = 8,
+    guard: Sequence[str] = (),
+    contamination: bool = False,
 ) -> dict[str, Any]:
     """Writes the results into a folder and prints their table; returns what summary.json holds.
 
     weights: as jaxthd.checkpoints.weights.load_weights. out: the folder; None: one of the run's evaluations
     (jaxthd.run.evaluations), or of `beside` for weights that are not those of one run. gallery: most
-    documents in error_gallery.png.
+    documents in error_gallery.png. guard: names of sets on which the model before training is evaluated too.
+    contamination: whether documents are looked for in the training data.
     Of several processes (jaxthd.run.startup.devices_ready) all call it.
     Raises UserError for a config that cannot work on this machine, and for data or weights that cannot be
     used, and where `out` holds the results of another evaluation.
     """
     if not config.data.validation_sets:
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
+    _require_guarded(config, guard)
     check(config)
     config = with_answer_length(config.without_mtp)
     is_chosen = out is None
@@ -129,7 +133,10 @@ def evaluate(
                 outputs.write_text(SUMMARY, json.dumps({"evaluated": evaluated}) + "\n")
             model = Model(config, weights)
             data = stack.enter_context(closing(SpeechData(model.config, out, training=False)))
-            results = _evaluated(model, data)
+            evaluator = Evaluator(model.blueprint, model.mesh, data.stop_ids)
+            results = _evaluated(
+                model, data, evaluator, model.weights, names := [x.name for x in config.data.validation_sets]
+            )
             summary = {
                 "evaluated": evaluated,
                 "measured_on": _devices(model),
@@ -138,14 +145,42 @@ def evaluate(
             }
             for result in results:
                 outputs.write_lines(f"{result.name}.jsonl", map(document_line, result.documents))
+            if guard:
+                before = start_weights(model.blueprint, model.mesh)
+                earlier = _evaluated(model, data, evaluator, before, [x for x in names if x in guard])
+                for result in earlier:
+                    outputs.write_lines(f"before_{result.name}.jsonl", map(document_line, result.documents))
+                summary["guard"] = _guarded(earlier, results)
+            if contamination:
+                matches = _contaminated(model.config, data, names)
+                lines = [{"set": name, **x._asdict()} for name, found in matches.items() for x in found]
+                outputs.write_lines("contamination.jsonl", lines)
+                summary["contamination"] = {x.name: _clean(x, matches[x.name]) for x in results}
             outputs.write_text(SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
         if is_first():
-            _draw_gallery(results, data, config.model.encoder, gallery, out / "error_gallery.png")
-        print(_table(summary))
+            _draw_gallery(results, data, config, gallery, out / "error_gallery.png")
+        print(summary_text(summary))
         if summary["skipped_documents"]:
             print(f"{summary['skipped_documents']} skipped documents are listed in {data.skipped.path}")
         print(out)
     return summary
+
+
+def _require_guarded(config: Config, guard: Sequence[str]) -> None:
+    """Raises UserError where the sets of --guard cannot be compared with the model before training."""
+    names = [each.name for each in config.data.validation_sets]
+    if unknown := [name for name in guard if name not in names]:
+        raise UserError(
+            f"--guard names {', '.join(unknown)}; expected names of data.validation_manifest "
+            f"({', '.join(names)}): correct it, or name the set there, as in old=old.jsonl"
+        )
+    if guard and not config.train.init_from:
+        raise UserError(
+            "--guard compares with the model before training, and this run began with none "
+            "(train.init_from is empty): leave --guard out, or give the weights by --train.init-from"
+        )
+    if guard and not config.train.max_new_tokens:
+        raise UserError("--guard compares answers, and train.max_new_tokens is 0; expected 1 or more")
 
 
 def _folder(
@@ -170,18 +205,54 @@ def _folder(
     )
 
 
-def _evaluated(model: Model, data: SpeechData) -> list[SetResult]:
-    config, weights = model.config, model.weights
-    evaluator = Evaluator(model.blueprint, model.mesh, data.stop_ids)
+def _evaluated(
+    model: Model, data: SpeechData, evaluator: Evaluator, weights: Weights, names: Sequence[str]
+) -> list[SetResult]:
+    """The named sets, evaluated with these weights of the model."""
+    config, results = model.config, []
     rows = local_rows(model.mesh, config.data.rows)
-    results = []
-    for each in config.data.validation_sets:
-        with closing(data.validation(rows, each.name)) as batches:
+    for name in names:
+        with closing(data.validation(rows, name)) as batches:
             found = evaluator(weights, batches)
-        order = {example.key: n for n, example in enumerate(data.validation_examples(each.name))}
-        documents = scored(found.hypotheses, config.train.normaliser, order)
-        results.append(SetResult(each.name, found, documents))
+        order = {example.key: n for n, example in enumerate(data.validation_examples(name))}
+        results.append(scored_set(name, found, config.train.normaliser, order))
     return results
+
+
+def _guarded(before: Sequence[SetResult], after: Sequence[SetResult]) -> dict[str, Any]:
+    """The comparison of each set with the model before training, for summary.json."""
+    now, compared = {result.name: result for result in after}, {}
+    for then in before:
+        found = compare(then.errors(), now[then.name].errors())
+        if found:
+            more = {"judged_by": then.unit, "difference": found.difference, "verdict": found.verdict}
+            compared[then.name] = {**found._asdict(), **more}
+    return compared
+
+
+def _contaminated(config: Config, data: SpeechData, names: Sequence[str]) -> dict[str, list[Match]]:
+    """The documents of each set that are in the training data too."""
+    normalise = make_normaliser(config.train.normaliser)
+    training = [
+        read_source(source, config.data, n)[0] for n, source in enumerate(training_sources(config.data))
+    ]
+    used = {
+        name: [x for x in data.validation_examples(name) if not data.is_skipped(x.key, name)]
+        for name in names
+    }
+    return {name: contaminated(used[name], chain(*training), normalise) for name in names}
+
+
+def _clean(result: SetResult, matches: Sequence[Match]) -> dict[str, Any]:
+    """The numbers of a set's documents that are in the training data, and the error rate of the others."""
+    keys = {match.key for match in matches}
+    left = [
+        errors
+        for document, errors in zip(result.documents, result.errors(), strict=True)
+        if document.decoded.key not in keys
+    ]
+    kinds = {f"by_{kind}": sum(match.found == kind for match in matches) for kind in ("text", "audio")}
+    return {"documents": len(keys), **kinds, "error_rate_of_others": summed(left).rate}
 
 
 def _devices(model: Model) -> str:
@@ -190,55 +261,14 @@ def _devices(model: Model) -> str:
     return f"{devices.size} x {', '.join(kinds)} ({jax.default_backend()}), mesh {sizes}"
 
 
-def _table(summary: Mapping[str, Any]) -> str:
-    """The command's output as text. summary: the content of summary.json."""
-
-    def percent(x: float | None) -> str:
-        """A share as a percentage; "-" where there is none, or it is NaN."""
-        return f"{x:.2%}" if x is not None and x == x else "-"
-
-    def number(x: float | None, digits: int) -> str:
-        """A number with so many digits after the point; "-" where there is none."""
-        return f"{x:.{digits}f}" if x is not None else "-"
-
-    rows = [
-        [
-            name,
-            f["documents"],
-            f"{f['audio_seconds'] / 3600:.3f}",
-            number(f["loss"], 4),
-            percent(f["accuracy"]),
-            percent(f["wer"]),
-            f["substitutions"],
-            f["deletions"],
-            f["insertions"],
-            percent(f["cer"]),
-            number(f["real_time_factor"], 4),
-        ]
-        for name, f in summary["sets"].items()
-    ]
-    columns = "set|documents|hours|loss|accuracy|WER|substituted|deleted|inserted|CER|RTF"
-    notes = [
-        f"Texts are compared after the normaliser {summary['evaluated']['normaliser']!r}. RTF: seconds of "
-        "scoring and decoding for a second of audio, without reading and compiling; measured on "
-        f"{summary['measured_on']}."
-    ]
-    for what, text in (
-        ("cut_off", "hypotheses were cut off, and count as such: raise --train.max-new-tokens"),
-        ("without_words", "references have no word and count in neither WER nor CER"),
-    ):
-        if count := sum(f[what] for f in summary["sets"].values()):
-            notes.append(f"{count} {text}.")
-    return "\n".join(["", table("Evaluation", columns, rows), "", *notes])
-
-
 def _draw_gallery(
-    results: Sequence[SetResult], data: SpeechData, front_end: FrontEnd | None, most: int, path: Path
+    results: Sequence[SetResult], data: SpeechData, config: Config, most: int, path: Path
 ) -> None:
     """Draws the documents with the highest word error rates; removes the picture where there are none."""
     path.unlink(missing_ok=True)
+    front_end = config.model.encoder
     unit, frame_seconds = (front_end.unit, front_end.seconds(1)) if front_end else ((1, 1), 0.01)
-    cases = []
+    cases, compounds = [], merges_compounds(config.train.normaliser)
     for name, document in most_wrong(results, most):
         key, words = document.decoded.key, document.words
         example = next(e for e in data.validation_examples(name) if e.key == key)
@@ -246,66 +276,10 @@ def _draw_gallery(
         title = f"{name}  {key}   WER {words.wrong} / {words.total} = {words.rate:.0%}"
         pieces = made.pieces if isinstance(made, Document) else ()
         features = [piece.owned_features(unit) for piece in pieces]
-        cases.append(Case(title, features, document.reference, document.hypothesis, frame_seconds))
+        pairs = aligned_words(document.reference, document.hypothesis, compounds=compounds)
+        cases.append(Case(title, features, pairs, frame_seconds))
     if cases:
         draw_gallery(cases, path)
-
-
-def scored(
-    hypotheses: Sequence[Hypothesis], normaliser: Normaliser, order: Mapping[str, int]
-) -> list[ScoredDocument]:
-    """The hypotheses with their errors. order: each document's number in the set, by key."""
-    decoded = sorted(hypotheses, key=lambda h: order[h.key])
-    normalise = make_normaliser(normaliser)
-    references, texts = (
-        [normalise(h.reference) for h in decoded],
-        [normalise(h.hypothesis) for h in decoded],
-    )
-    errors = errors_of(references, texts), errors_of(references, texts, "characters")
-    return [ScoredDocument(*fields) for fields in zip(decoded, references, texts, *errors, strict=True)]
-
-
-def most_wrong(results: Sequence[SetResult], most: int) -> list[tuple[str, ScoredDocument]]:
-    """(set's name, document) of the documents with the highest word error rates; ties by number of errors."""
-    wrong = [(r.name, d) for r in results for d in r.documents if d.words.total and d.words.wrong]
-    wrong.sort(key=lambda x: (-x[1].words.rate, -x[1].words.wrong, x[0], x[1].decoded.key))
-    return wrong[:most]
-
-
-def document_line(document: ScoredDocument) -> dict[str, Any]:
-    """A document's line of SET.jsonl."""
-    words = document.words._asdict()
-    return {
-        **document.decoded._asdict(),
-        "wer": document.words.rate,
-        "cer": document.characters.rate,
-        "words": words.pop("total"),
-        **words,
-    }
-
-
-def set_figures(result: SetResult) -> dict[str, Any]:
-    """A set's figures, for the table and for summary.json; None if there is nothing to measure."""
-    words, characters = (
-        summed(getattr(d, unit) for d in result.documents) for unit in ("words", "characters")
-    )
-    seconds = result.found.audio_seconds
-    return {
-        "documents": int(result.found.scores.get("documents", 0)),
-        "audio_seconds": seconds,
-        "loss": result.found.scores.get("loss"),
-        "accuracy": result.found.scores.get("accuracy"),
-        "wer": words.rate,
-        "cer": characters.rate,
-        "words": words.total,
-        "substitutions": words.substitutions,
-        "deletions": words.deletions,
-        "insertions": words.insertions,
-        "without_words": sum(not d.reference for d in result.documents),
-        "cut_off": sum(not d.decoded.ended for d in result.documents),
-        "seconds": result.found.seconds,
-        "real_time_factor": result.found.seconds / seconds if seconds else None,
-    }
 
 
 if __name__ == "__main__":

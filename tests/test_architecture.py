@@ -19,7 +19,19 @@ LAYERS = (
     {"kernels"},
     {"steps"},
     {"hf", "checkpoints", "data"},
-    {"inference", "rl", "rewards", "planning", "figures", "run", "training", "validate", "terminal", "nemo"},
+    {
+        "inference",
+        "rl",
+        "rewards",
+        "planning",
+        "figures",
+        "run",
+        "training",
+        "validate",
+        "terminal",
+        "nemo",
+        "evaluation",
+    },
 )
 """All packages, with config and errors, from the bottom up: each imports itself and lower layers. Commands
 (the other files beside the packages) import all packages, but no command."""
@@ -29,6 +41,8 @@ BESIDE = {
     ("files", "errors"),
     ("checkpoints", "hf"),
     ("checkpoints", "data"),
+    ("evaluation", "inference"),
+    ("evaluation", "terminal"),
     ("inference", "run"),
     ("inference", "terminal"),
     ("rl", "inference"),

@@ -81,8 +81,9 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
             assert line["wer"] == pytest.approx(jiwer.wer(reference, hypothesis))
         assert figures["audio_seconds"] == pytest.approx(sum(line["audio_seconds"] for line in hypotheses))
         assert figures["cut_off"] == sum(not line["ended"] for line in hypotheses)
-        assert figures["real_time_factor"] == pytest.approx(figures["seconds"] / figures["audio_seconds"])
-        assert figures["real_time_factor"] > 0
+        assert figures["rtfx"] == pytest.approx(figures["audio_seconds"] / figures["seconds"])
+        assert figures["judged_by"] == "words"
+        assert figures["cpwer"] is None
         assert f"  {name} " in shown
         assert f"{figures['wer']:.2%}" in shown
         spoken[name] = {line["reference"]: line["audio_seconds"] for line in hypotheses}
@@ -92,7 +93,11 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
     # The whole manifest, on a pipeline, as one set without a name; weights from Hugging Face folders.
     parts = export_weights(run[1], tmp_path / "parts", form="parts")
     mesh = ["--mesh.data", 1, "--mesh.context", 1, "--mesh.pipeline", 2, "--data.rows", 2]
-    whole = evaluate(run, tmp_path / "whole", *mesh, "--weights", *parts)["sets"]["manifest"]
+    # The encoder's folder alone: the model before training had another LLM. Training has the same documents.
+    more = ["--guard", "manifest", "--train.init-from", parts[0], "--contamination"]
+    of_whole = evaluate(run, tmp_path / "whole", *mesh, "--weights", *parts, *more)
+    whole = of_whole["sets"]["manifest"]
+    check_guard(of_whole, tmp_path / "whole", capsys.readouterr().out)
     assert (tmp_path / "whole" / "manifest.jsonl").exists()
     for name in ("loss", "accuracy"):
         mean = sum(summary["sets"][s][name] * tokens[s] for s in tokens) / sum(tokens.values())
@@ -105,6 +110,28 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
     assert whole["words"] == sum(len(normalise(reference).split()) for reference in hypotheses)
 
 
+def check_guard(summary: dict[str, Any], out: Path, shown: str) -> None:
+    """The comparison follows from the texts of both models; all documents are in the training data."""
+    guard, lines = summary["guard"]["manifest"], {}
+    normalise = make_normaliser("basic")
+    for name in ("before_manifest", "manifest"):
+        lines[name] = read_lines(out / f"{name}.jsonl")
+        texts = ([normalise(line[k]) for line in lines[name]] for k in ("reference", "hypothesis"))
+        rate = jiwer.wer(*texts)
+        assert guard["before" if "before" in name else "after"] == pytest.approx(rate)
+    assert guard["after"] == summary["sets"]["manifest"]["wer"]
+    assert [x["hypothesis"] for x in lines["before_manifest"]] != [x["hypothesis"] for x in lines["manifest"]]
+    assert guard["documents"] == len(lines["manifest"]) == 20
+    assert guard["low"] <= guard["difference"] <= guard["high"]
+    assert f"manifest, guarded: WER {guard['before']:.2%} before training" in shown
+    found = summary["contamination"]["manifest"]
+    assert found == {"documents": 20, "by_text": 20, "by_audio": 20, "error_rate_of_others": None}
+    assert "20 documents are in the training data too" in shown
+    matches = read_lines(out / "contamination.jsonl")
+    assert len(matches) == 40
+    assert all(line["key"] == line["training"] for line in matches)
+
+
 def test_what_cannot_be_evaluated_is_refused(
     run: tuple[Path, Path], halves: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -114,6 +141,10 @@ def test_what_cannot_be_evaluated_is_refused(
         main(["--config", str(file)])
     with pytest.raises(UserError, match="validation_manifest is empty"):
         evaluate(run, tmp_path, "--data.validation-manifest", "")
+    with pytest.raises(UserError, match=r"--guard names old; .*data.validation_manifest \(manifest\)"):
+        evaluate(run, tmp_path, "--guard", "old")
+    with pytest.raises(UserError, match="began with none"):
+        evaluate(run, tmp_path, "--guard", "manifest")
     with pytest.raises(UserError, match="2 sets of the name 'a'"):
         evaluate(run, tmp_path, "--data.validation-manifest", f"a={halves[0]}", f"a={halves[1]}")
     with pytest.raises(UserError, match="of another model"):

@@ -80,12 +80,14 @@ class TrainConfig:
     max_new_tokens: Index = Unset(160)  # noqa: RUF009 - it cannot be changed
     """Most tokens that validation decodes for a document, to measure the word error rate; 0: it decodes
     none. Not given, it is derived from the longest answer of the validation sets."""
-    normaliser: Literal["basic", "english", "whisper", "none"] = "basic"
+    normaliser: Literal["basic", "english", "whisper", "leaderboard", "none"] = "basic"
     """The normaliser of texts before their words are compared. "basic" and "english" are Whisper's, after
     apostrophes of all kinds are unified: "basic" leaves lower case, no punctuation and nothing in brackets
     (marks that spell vowels stay); "english" also unifies numbers, spellings and contractions. "whisper":
-    Whisper's for English as it was published, for comparisons with others' figures. "none": what is seen
-    stays; composed forms (NFC), white space and invisible characters are unified."""
+    Whisper's for English as it was published, for comparisons with others' figures. "leaderboard": the Open
+    ASR leaderboard's for English, which spells names, fillers and acronyms in one way, and for which a
+    compound in two words is no error. "none": what is seen stays; composed forms (NFC), white space and
+    invisible characters are unified."""
     checkpoint_every: int = 50
     """Steps between checkpoints; the last step is always saved."""
     keep_checkpoints: int = 3

@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 
 from jaxthd.figures.axes import FAINT, HUES, INK
 from jaxthd.files.jsonl import naming
-from jaxthd.inference.wer import aligned_words
+from jaxthd.inference.wer import differs
 
 WIDTH, POINTS = 13.0, 72
 """The picture's width in inches, and points an inch."""
@@ -40,14 +40,13 @@ SPECTROGRAM, GAP = 1.1, 0.45
 class Case(NamedTuple):
     """A document of the gallery.
 
-    features: an array for each piece of its audio. reference, hypothesis: normalised, words
-    with single spaces between them. frame_seconds: from one frame to the next.
+    features: an array for each piece of its audio. words: pairs (reference word, hypothesis word), aligned.
+    frame_seconds: from one frame to the next.
     """
 
     title: str
     features: Sequence[Float32[np.ndarray, "F M"]]
-    reference: str
-    hypothesis: str
+    words: Sequence[tuple[str, str]]
     frame_seconds: float = 0.01
 
 
@@ -66,7 +65,7 @@ def draw_gallery(cases: Sequence[Case], path: Path) -> None:
 
 def gallery_figure(cases: Sequence[Case]) -> Figure:
     """The figure of the cases, each a spectrogram over its lines of words."""
-    lines = [wrapped(aligned_words(case.reference, case.hypothesis)) for case in cases]
+    lines = [wrapped(case.words) for case in cases]
     heights = [SPECTROGRAM + 2 * GAP + LINE * (3 * len(found) + 1) for found in lines]
     figure = Figure(figsize=(WIDTH, sum(heights) + GAP), dpi=DPI)
     top, whole = sum(heights) + GAP / 2, sum(heights) + GAP
@@ -82,7 +81,7 @@ def gallery_figure(cases: Sequence[Case]) -> Figure:
     return figure
 
 
-def wrapped(pairs: Line) -> list[Line]:
+def wrapped(pairs: Sequence[tuple[str, str]]) -> list[Line]:
     """Breaks the pairs into lines of at most COLUMNS letters, and shortens words that are longer than a line.
 
     If there are more than MOST_LINES lines, the last one is a note that counts the remaining words.
@@ -129,9 +128,9 @@ def _draw_words(axes: Axes, lines: Sequence[Line]) -> None:
             _write(axes, 0, at + row, label, FAINT)
             column = MARGIN
             for pair in line:
-                differs, width = pair[0] != pair[1], max(map(len, pair))
+                is_wrong, width = differs(*pair), max(map(len, pair))
                 word = pair[row] or "*" * width
-                _write(axes, column, at + row, word, hue if differs else INK, bold=differs)
+                _write(axes, column, at + row, word, hue if is_wrong else INK, bold=is_wrong)
                 column += width + 1
 
 

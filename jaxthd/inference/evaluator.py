@@ -14,7 +14,7 @@ from jaxthd.data.loader import BatchAndReport, BatchReport
 from jaxthd.data.text.answers import answer_form
 from jaxthd.data.text.prompt import answer_of
 from jaxthd.data.text.tokenizer import load_tokenizer
-from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, summed
+from jaxthd.inference.wer import Normaliser, errors_of, make_normaliser, merges_compounds, summed
 from jaxthd.objectives.metric import measured
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.layout import ContextLayout
@@ -142,4 +142,5 @@ def word_error_rate(hypotheses: Sequence[Hypothesis], normaliser: Normaliser = "
     """
     normalise = make_normaliser(normaliser)
     references = [normalise(h.reference) for h in hypotheses]
-    return summed(errors_of(references, [normalise(h.hypothesis) for h in hypotheses])).rate
+    texts = [normalise(h.hypothesis) for h in hypotheses]
+    return summed(errors_of(references, texts, compounds=merges_compounds(normaliser))).rate

@@ -16,13 +16,14 @@ from jaxthd.figures.error_gallery import (
     gallery_figure,
     wrapped,
 )
+from jaxthd.inference.wer import aligned_words
 
 RNG = np.random.default_rng(0)
 
 
 def case(reference: str, hypothesis: str, *frames: int) -> Case:
     chunks = [RNG.normal(size=(n, 8)).astype(np.float32) for n in frames]
-    return Case("dev  3:a$b.wav", chunks, reference, hypothesis)
+    return Case("dev  3:a$b.wav", chunks, aligned_words(reference, hypothesis))
 
 
 def words(figure: Figure) -> list[list[tuple[str, bool]]]:

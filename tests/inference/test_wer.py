@@ -1,6 +1,8 @@
 """Errors are counted as edits of words and characters, after Whisper's normalisers."""
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,10 +14,14 @@ from jaxthd.inference.wer import (
     Normaliser,
     Unit,
     aligned_words,
+    differs,
     errors_of,
+    is_without_spaces,
     make_normaliser,
     summed,
 )
+
+LEADERBOARD = json.loads((Path(__file__).parents[1] / "references" / "leaderboard.json").read_text("utf-8"))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +112,9 @@ def test_joiners_that_spell_words_stay():
 
 
 def test_an_unknown_normaliser_is_named():
-    with pytest.raises(UserError, match=r"'french'; expected one of basic, english, whisper, none"):
+    with pytest.raises(
+        UserError, match=r"'french'; expected one of basic, english, whisper, leaderboard, none"
+    ):
         make_normaliser("french")
 
 
@@ -156,3 +164,41 @@ def test_aligned_words_stand_above_one_another():
     ]
     assert aligned_words("", "a b") == [("", "a"), ("", "b")]
     assert aligned_words("a", "") == [("a", "")]
+
+
+def test_the_leaderboard_s_texts_are_what_its_own_code_makes_of_them():
+    """All its names, and its spellings that Whisper does not have, stand in them."""
+    normalise = make_normaliser("leaderboard")
+    wrong = {t: normalise(t) for t, made in LEADERBOARD["texts"].items() if normalise(t) != made}
+    assert not wrong
+    other = make_normaliser("whisper")
+    assert sum(other(t) != made for t, made in LEADERBOARD["texts"].items()) > 50
+
+
+def test_on_the_leaderboard_a_compound_in_two_words_is_no_error():
+    """Counted by kaldialign as its own code calls it, of all pairs together."""
+    references, hypotheses, counts = zip(*LEADERBOARD["pairs"], strict=True)
+    errors = errors_of(references, hypotheses, compounds=True)
+    assert [each.wrong for each in errors] == list(counts)
+    assert sum(each.wrong for each in errors) / sum(each.total for each in errors) == LEADERBOARD["rate"]
+    assert sum(each.wrong for each in errors_of(references, hypotheses)) > sum(counts)
+    pairs = aligned_words("a white paper boat", "a whitepaper coat", compounds=True)
+    assert pairs == [("a", "a"), ("white paper", "whitepaper"), ("boat", "coat")]
+    assert [differs(*pair) for pair in pairs] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    ("text", "without"),
+    [
+        ("\u4eca\u65e5\u306f iPhone \u3067\u8a71\u3057\u307e\u3059\u3088", True),
+        ("\u0e2a\u0e27\u0e31\u0e2a\u0e14\u0e35", True),
+        ("\u1019\u103c\u1014\u103a\u1019\u102c", True),
+        ("\uc548\ub155\ud558\uc138\uc694 \uc5ec\ub7ec\ubd84", False),
+        ("he said \u4f60\u597d", False),
+        ("\u043f\u0440\u0438\u0432\u0435\u0442", False),
+        ("12 34", False),
+    ],
+)
+def test_languages_without_spaces_are_told_by_their_letters(text: str, without: bool):
+    assert is_without_spaces([text]) == without
+    assert not is_without_spaces([])

@@ -1,0 +1,1 @@
+"""Results of an evaluation: errors of documents, sets and speakers, and comparisons of models."""
