@@ -13,7 +13,17 @@ from pathlib import Path
 
 from jaxthd import load_config
 from jaxthd.config import Config, EncoderConfig, LLMConfig, ModelConfig, RopeConfig, TrainConfig
-from jaxthd.models.blocks import MLP, Attention, GatedDelta, LatentAttention, Mamba2, MoE, Router
+from jaxthd.models.blocks import (
+    MLP,
+    Attention,
+    GatedDelta,
+    LatentAttention,
+    Mamba2,
+    MoE,
+    Parallel,
+    Router,
+    ShortConv,
+)
 
 FAMILY = "qwen3"
 ROPE = RopeConfig(theta=1e4)
@@ -97,6 +107,50 @@ FAMILIES: dict[str, LLMConfig] = {
             "E": replace(EXPERTS, form="swiglu", router=Router(scale=2.5)),
         },
         norm_eps=1e-6,
+    ),
+    "bamba": LLMConfig(
+        "M-*-M-",
+        blocks={
+            "M": replace(MAMBA, groups=1),
+            "*": replace(ATTENTION, rope=replace(ROPE, fraction=0.5)),
+            "-": GATED_MLP,
+        },
+    ),
+    "granite4": LLMConfig(
+        "ME*EME",
+        blocks={
+            "M": replace(MAMBA, groups=1),
+            "*": replace(ATTENTION, scale=0.125),
+            "E": replace(EXPERTS, form="swiglu", router=Router(scores="softmax")),
+        },
+        tied_embedding=True,
+        embedding_multiplier=3.0,
+        residual_multiplier=0.5,
+        logits_scaling=1.5,
+    ),
+    "falcon_h1": LLMConfig(
+        "H-H-",
+        blocks={
+            "H": Parallel(
+                self_attention=replace(ATTENTION, rope=ROPE),
+                mamba=replace(MAMBA, norm="none", factors=(0.9, 1.2, 0.8, 1.1, 1.0)),
+                attention_out=0.8,
+                mamba_in=1.2,
+                mamba_out=0.7,
+            ),
+            "-": replace(GATED_MLP, factors=(0.9, 1.3)),
+        },
+        embedding_multiplier=2.0,
+        logits_scaling=0.8,
+    ),
+    "lfm2": LLMConfig(
+        "C-*-C-",
+        blocks={
+            "C": ShortConv(inner=96),
+            "*": replace(ATTENTION, qk_norm=True, rope=ROPE),
+            "-": GATED_MLP,
+        },
+        tied_embedding=True,
     ),
 }
 """Each family's decoder, beside its vocabulary and its dim."""

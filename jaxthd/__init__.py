@@ -66,7 +66,9 @@ if _typing.TYPE_CHECKING:
     from jaxthd.models.blocks import LatentAttention as LatentAttention
     from jaxthd.models.blocks import Mamba2 as Mamba2
     from jaxthd.models.blocks import MoE as MoE
+    from jaxthd.models.blocks import Parallel as Parallel
     from jaxthd.models.blocks import Router as Router
+    from jaxthd.models.blocks import ShortConv as ShortConv
     from jaxthd.models.front_ends import FastConformer as FastConformer
     from jaxthd.models.front_ends import GraniteConformer as GraniteConformer
     from jaxthd.models.front_ends import QFormer as QFormer

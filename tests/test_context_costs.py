@@ -19,7 +19,10 @@ def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ran
     assert bench.temporary_memory(4, 4096, MODEL, COMPUTE) <= 0.3 * long
 
 
-@pytest.mark.parametrize(("kind", "context"), [("M", 4), pytest.param("D", 4, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize(
+    ("kind", "context"),
+    [("M", 4), *(pytest.param(kind, 4, marks=pytest.mark.exhaustive) for kind in "DC")],
+)
 def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length(kind, context):
     formula = bench.passed_bytes(kind, MODEL.llm, context)
     found = [bench.layer_bytes(kind, context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]

@@ -42,6 +42,10 @@ LIBRARY = {
     "gpt_oss": "GptOssForCausalLM",
     "deepseek_v3": "DeepseekV3ForCausalLM",
     "moonlight": "DeepseekV3ForCausalLM",
+    "bamba": "BambaForCausalLM",
+    "granite4": "GraniteMoeHybridForCausalLM",
+    "falcon_h1": "FalconH1ForCausalLM",
+    "lfm2": "Lfm2ForCausalLM",
 }
 STEPS = 24
 PLAIN = "--train.ctc-loss 0 --train.warmup-steps 0 --train.validate-every 0 --data.workers 0"

@@ -22,7 +22,7 @@ from tests.meshes.batches import CAPACITY, batch_for
 from tests.meshes.gradients import canonical_state, check, worst_of
 from tests.meshes.models import MODEL, gpt_oss, qwen3_next
 from tests.meshes.models import mixed as with_all_blocks
-from tests.meshes.runs import KINDS, adapted, meshes, mixed, predicting, unlike, variants
+from tests.meshes.runs import KINDS, adapted, meshes, mixed, of_family, predicting, unlike, variants
 
 CHOSEN = [
     (MeshConfig(2, 2, 1, 2), 1),
@@ -67,12 +67,24 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families() -> None:
 def test_the_mesh_changes_nothing_with_the_blocks_of_all_families_on_stages() -> None:
     """On context, pipeline and tensor ranks, with what the row above cannot have beside its options: an
     embedding that is also the head, on other stages; experts by a softmax; no latent for queries."""
-    llm = replace(with_all_blocks(MODEL.llm, "DLW|E*-|DLW|E*-"), tied_embedding=True)
+    llm = replace(with_all_blocks(MODEL.llm, "DLWH|E*C-|DLWH|E*C-"), tied_embedding=True)
     llm = llm.with_settings("L", q_lora_rank=0)
     llm = with_value(llm, "blocks.E.router", {"scores": "softmax", "groups": 1, "groups_per_token": 1})
     run = variants(MeshConfig(1, 2, 2, 2), "float64")[1]
     row = check(replace(run, model=replace(MODEL, llm=llm)))
     assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["granite4", "falcon_h1", "lfm2"])
+def test_hybrids_are_the_same_on_every_axis(name: str, record_property) -> None:
+    """On context, pipeline and tensor ranks; and on eight context ranks."""
+    on_all = of_family(name, "float64")[0]
+    on_context = replace(variants(MeshConfig(1, 8, 1, 1), "float64")[0], model=on_all.model)
+    for config in (on_all, on_context):
+        row = check(config)
+        record_property(str(config.mesh), f"{row['error']:.1e}")
+        assert row["error"] <= 1e-10, row
 
 
 @pytest.mark.exhaustive

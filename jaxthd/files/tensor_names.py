@@ -78,6 +78,7 @@ class Arrays(NamedTuple):
     tail: the tensor's dims behind the first, where they are not the view's; 0 stands for the view's second.
     groups: the tensor's rows are so many equal groups, each with its share of every array's rows.
     block: as in ArraySlice. in_turn: the arrays take the tensor's columns in turn, as gate and up do.
+    packed: the arrays' first dim is the tensor's too; their rows follow each other in each of its entries.
     """
 
     names: tuple[str, ...]
@@ -87,6 +88,7 @@ class Arrays(NamedTuple):
     groups: int = 1
     block: Shape = ()
     in_turn: bool = False
+    packed: bool = False
 
 
 class Copy(NamedTuple):
@@ -121,6 +123,12 @@ def rows(*names: str) -> Arrays:
 def matrix(*names: str, tail: Shape = (), groups: int = 1, block: Shape = ()) -> Arrays:
     """[out, in] on disk, of our matrices [in, out]. tail, groups, block: as in Arrays."""
     return Arrays(names, order=(1, 0), tail=tail, groups=groups, block=block)
+
+
+def packed(*names: str) -> Arrays:
+    """[experts, out, in] on disk, of our matrices [experts, in, out], whose rows follow each other in each
+    expert."""
+    return Arrays(names, order=(0, 2, 1), packed=True)
 
 
 def in_turn(*names: str) -> Arrays:
@@ -175,5 +183,8 @@ def _tensor(name: str, entry: Arrays, shapes: Mapping[str, Shape], ours: str, at
     if entry.in_turn:
         shape = (*view[:-1], view[-1] * count)
         return Tensor(name, shape, tuple(slices), groups=math.prod(view))
+    if entry.packed:
+        shape = (view[0], sum(part.view[1] for part in slices), *view[2:])
+        return Tensor(name, shape, tuple(slices), groups=view[0])
     tail = tuple(n or view[1] for n in entry.tail) or view[1:]
     return Tensor(name, (sum(part.view[0] for part in slices), *tail), tuple(slices), entry.groups)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
-from jaxthd.config import Block, LLMConfig
+from jaxthd.config import Block, LLMConfig, RopeConfig
 from jaxthd.config.listing import value_at
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat
@@ -134,11 +134,20 @@ class Decoder:
         of_kind = self.blocks[letter]
         settings = read_settings(fields, of_kind.settings, where)
         if self.rotary != "none" and hasattr(of_kind.form, "rope"):
-            settings["rope"] = rope_config(fields, partial=self.rotary == "partial")
+            settings["rope"] = self.rope(fields)
         found, own = updated(of_kind.form, settings), llm.blocks.get(letter)
         if type(own) is not type(found):
             return found
         return updated(found, {name: value_at(own, name) for name in found.without_effect})
+
+    def rope(self, fields: Fields) -> RopeConfig:
+        """The rotary embedding of blocks that have one."""
+        return rope_config(fields, partial=self.rotary == "partial")
+
+    def rope_fields(self, rope: RopeConfig, block: str) -> dict[str, Any]:
+        """The fields that `rope` reads. block: its path, in messages. Raises UserError as must_rotate."""
+        must_rotate(rope, block, self.title, partial=self.rotary == "partial")
+        return rope_fields(rope)
 
     def write(self, llm: LLMConfig) -> dict[str, Any]:
         """config.json of an export. Raises UserError where the family cannot hold the model."""
@@ -172,10 +181,7 @@ class Decoder:
             self.must_hold(llm, dict(self._fixed(letter, block, of_kind)))
             of_block = write_settings(block, of_kind.settings)
             if self.rotary != "none" and hasattr(block, "rope"):
-                must_rotate(
-                    block.rope, f"model.llm.blocks.{letter}", self.title, partial=self.rotary == "partial"
-                )
-                of_block |= rope_fields(block.rope)
+                of_block |= self.rope_fields(block.rope, f"model.llm.blocks.{letter}")
             differing = [x for x in of_block if x in fields and fields[x] != of_block[x]]
             if differing:
                 raise UserError(
@@ -205,8 +211,10 @@ class Decoder:
             yield f"blocks.{letter}.kind", of_kind.form.kind
             return
         there = flat(asdict(of_kind.form))
+        held = [f"{name}." for name in of_kind.settings]
+        held += ["rope."] if self.rotary != "none" else []
         for name in there.keys() - of_kind.settings.keys() - {*block.without_effect}:
-            if not (name.startswith("rope.") and self.rotary != "none"):
+            if not name.startswith((*held,)):
                 yield f"blocks.{letter}.{name}", there[name]
 
     def must_hold(self, llm: LLMConfig, expected: Mapping[str, Any]) -> None:

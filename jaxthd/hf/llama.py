@@ -11,7 +11,7 @@ from typing import Any
 
 from jaxthd.config import LLMConfig
 from jaxthd.files.tensor_names import Table
-from jaxthd.hf.decoder import SIZES, BlockFields, Decoder, layer_types, paired_blocks
+from jaxthd.hf.decoder import MULTIPLIERS, SIZES, BlockFields, Decoder, layer_types, paired_blocks
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields, required
 from jaxthd.models.blocks import MLP, Attention
@@ -19,17 +19,17 @@ from jaxthd.models.blocks import MLP, Attention
 _TYPES = {"full_attention": "*", "sliding_attention": "W"}
 _WINDOW = 4096
 """The library's window where config.json names none."""
-_HEADS: Settings = {
+HEADS: Settings = {
     "heads": "num_attention_heads",
     "kv_heads": Field("num_key_value_heads", read=lambda x, fields: x or fields["num_attention_heads"]),
     "head_dim": Field(
         "head_dim", read=lambda x, fields: x or fields["hidden_size"] // fields["num_attention_heads"]
     ),
 }
-_BIASES: Settings = {**_HEADS, "bias": Field("attention_bias", False)}
-_IN_WINDOW: Settings = {**_HEADS, "window": Field("sliding_window", _WINDOW)}
+BIASES: Settings = {**HEADS, "bias": Field("attention_bias", False)}
+_IN_WINDOW: Settings = {**HEADS, "window": Field("sliding_window", _WINDOW)}
 _INNER: Settings = {"inner": "intermediate_size"}
-_GATED = MLP(form="swiglu")
+GATED = MLP(form="swiglu")
 
 
 class Llama(Decoder):
@@ -90,8 +90,8 @@ LLAMA = Llama(
     expected={"hidden_act": "silu"},
     sizes=SIZES,
     blocks={
-        "*": BlockFields(Attention(), _BIASES),
-        "-": BlockFields(_GATED, {**_INNER, "bias": Field("mlp_bias", False)}),
+        "*": BlockFields(Attention(), BIASES),
+        "-": BlockFields(GATED, {**_INNER, "bias": Field("mlp_bias", False)}),
     },
 )
 MISTRAL = Mistral(
@@ -101,9 +101,9 @@ MISTRAL = Mistral(
     expected={"hidden_act": "silu"},
     sizes=SIZES,
     blocks={
-        "*": BlockFields(Attention(), _HEADS),
+        "*": BlockFields(Attention(), HEADS),
         "W": BlockFields(Attention(window=_WINDOW), _IN_WINDOW),
-        "-": BlockFields(_GATED, _INNER),
+        "-": BlockFields(GATED, _INNER),
     },
 )
 _QWEN2 = Attention(bias=True, out_bias=False)
@@ -114,24 +114,23 @@ QWEN2 = Qwen2(
     expected={"hidden_act": "silu"},
     sizes=SIZES,
     blocks={
-        "*": BlockFields(_QWEN2, _HEADS),
+        "*": BlockFields(_QWEN2, HEADS),
         "W": BlockFields(replace(_QWEN2, window=_WINDOW), _IN_WINDOW),
-        "-": BlockFields(_GATED, _INNER),
+        "-": BlockFields(GATED, _INNER),
     },
 )
-_SCALE = Field("attention_multiplier", 1.0, write=lambda block: block.scale or block.head_dim**-0.5)
+SCALE = Field("attention_multiplier", 1.0, write=lambda block: block.scale or block.head_dim**-0.5)
+"""Granite's factor on the scores of attention."""
+MULTIPLIED: Settings = {name: Field(name, 1.0) for name in MULTIPLIERS}
+"""Its other multipliers."""
 GRANITE = Llama(
     title="GraniteForCausalLM",
     model_types=("granite",),
     layers=("*-",),
     expected={"hidden_act": "silu"},
-    sizes={
-        **SIZES,
-        **{name: Field(name, 1.0) for name in ("embedding_multiplier", "residual_multiplier")},
-        "logits_scaling": Field("logits_scaling", 1.0),
-    },
+    sizes={**SIZES, **MULTIPLIED},
     blocks={
-        "*": BlockFields(Attention(), {**_BIASES, "scale": _SCALE}),
+        "*": BlockFields(Attention(), {**BIASES, "scale": SCALE}),
         "-": LLAMA.blocks["-"],
     },
 )

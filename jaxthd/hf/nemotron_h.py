@@ -29,12 +29,14 @@ def _number(x: Any) -> float:
     return float(x["__float__"] if isinstance(x, dict) else x)
 
 
-def _limits(value: Any, fields: Fields) -> tuple[float, float]:
+def limits(value: Any, fields: Fields) -> tuple[float, float]:
+    """The limits of a time step. null: none."""
     low, high = (_number(x) for x in value or (0.0, math.inf))
     return low, high
 
 
-def _time_step_limit(block: Mamba2) -> list[Any]:
+def written_limits(block: Mamba2) -> list[Any]:
+    """The limits as config.json holds them."""
     low, high = block.dt_limit
     return [low, high if math.isfinite(high) else {"__float__": "Infinity"}]
 
@@ -156,7 +158,7 @@ NEMOTRON_H = NemotronH(
                 "state": Field("ssm_state_size", 128),
                 "groups": Field("n_groups", 8),
                 "conv": Field("conv_kernel", 4),
-                "dt_limit": Field("time_step_limit", read=_limits, write=_time_step_limit),
+                "dt_limit": Field("time_step_limit", read=limits, write=written_limits),
             },
         ),
         "*": BlockFields(

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from jaxthd.config import Config
 from jaxthd.config.findings import Finding, divisors, multiples
+from jaxthd.config.listing import value_at
 from jaxthd.models.stacks import pipeline_stages
 from jaxthd.packing.assignment import LEAST_CHUNK
 from jaxthd.parallel.experts import expert_sharding
@@ -47,7 +48,7 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
     layout, splits = config.compute.layout, config.compute.context_splits
     for where, block in llm.each_block:
-        taps = getattr(block, block.convolution) if block.convolution else 0
+        taps = value_at(block, block.convolution) if block.convolution else 0
         if layout == "buffer" and capacity // unit < taps - 1:
             yield Finding(
                 f"a context chunk, data.capacity / (2 * context), holds {capacity // unit} tokens",
@@ -77,7 +78,7 @@ def _tensor_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     llm, ranks = config.model.llm, config.mesh.tensor
     for where, block in llm.each_block:
         for name in block.equal_sizes:
-            if (size := getattr(block, name)) % ranks:
+            if (size := value_at(block, name)) % ranks:
                 yield Finding(
                     f"mesh.tensor is {ranks} with {where}.{name} {size}",
                     f"a divisor of {size}, because every rank takes equally many",
@@ -85,7 +86,7 @@ def _tensor_ranks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                     f"{multiples(size, ranks)}",
                 )
         for name in block.shared_sizes:
-            if (size := getattr(block, name)) % ranks and ranks % size:
+            if (size := value_at(block, name)) % ranks and ranks % size:
                 yield Finding(
                     f"mesh.tensor is {ranks} with {where}.{name} {size}",
                     f"a divisor or a multiple of {size}: each rank takes equally many, or equally many share "

@@ -70,6 +70,10 @@ ROWS = {
     "MistralForCausalLM": Row("Mistral", "mistral"),
     "Qwen2ForCausalLM": Row("Qwen2, Qwen2.5", "qwen2"),
     "GraniteForCausalLM": Row("Granite", "granite"),
+    "BambaForCausalLM": Row("Bamba", "bamba"),
+    "GraniteMoeHybridForCausalLM": Row("Granite 4", "granite_hybrid"),
+    "FalconH1ForCausalLM": Row("Falcon-H1", "falcon_h1"),
+    "Lfm2ForCausalLM": Row("LFM2", "lfm2"),
     "ParakeetEncoder": Row(
         "Parakeet", "fastconformer", "models/test_fastconformer.py", "transformers", FastConformer()
     ),

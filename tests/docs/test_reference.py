@@ -95,7 +95,8 @@ def other(hint: Any, default: Any) -> tuple[Any, list[str]]:
             return choices, [*choices]
         if get_origin(of) is tuple:
             return ((1, 2, 3), (4, 5, 6)), list("123456")
-        return (of(8), of(9)), ["8", "9"]
+        count = 2 if Ellipsis in get_args(hint) else len(get_args(hint))
+        return tuple(of(8 + i) for i in range(count)), [str(8 + i) for i in range(count)]
     value = f"{default}x" if hint is str else default + 1
     return value, [str(value)]
 

@@ -35,7 +35,8 @@ QWEN = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 DEEPSEEK = ("deepseek_v3", "moonlight")
 SALM = ("salm", "salm_layers", "salm_qformer", "salm_automodel")
 LLAMAS = ("llama", "mistral", "qwen2", "granite")
-FAMILIES = (*LLMS, *QWEN, *LLAMAS, *DEEPSEEK, "gpt_oss", "nemotron_omni", *SALM)
+HYBRIDS = ("granite_hybrid", "bamba", "granite_dense", "falcon_h1", "falcon_h1_norm", "lfm2")
+FAMILIES = (*LLMS, *QWEN, *LLAMAS, *HYBRIDS, *DEEPSEEK, "gpt_oss", "nemotron_omni", *SALM)
 CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(
     # Used where the checkpoint has no encoder.

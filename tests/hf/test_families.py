@@ -12,7 +12,7 @@ from jaxthd.hf.parakeet import encoder_config
 from jaxthd.hf.registry import export_families
 from jaxthd.models.blocks import Attention, Mamba2, MoE
 from tests.helpers import assert_same
-from tests.hf.published import DEEPSEEK, LLMS, QWEN, SALM, Published, published
+from tests.hf.published import DEEPSEEK, HYBRIDS, LLMS, QWEN, SALM, Published, published
 
 
 @pytest.fixture(
@@ -25,9 +25,10 @@ from tests.hf.published import DEEPSEEK, LLMS, QWEN, SALM, Published, published
         "granite",
         DEEPSEEK[0],
         "gpt_oss",
+        HYBRIDS[0],
         *(
             pytest.param(name, marks=pytest.mark.exhaustive)
-            for name in (*LLMS, "llama", "mistral", *DEEPSEEK[1:])
+            for name in (*LLMS, "llama", "mistral", *DEEPSEEK[1:], *HYBRIDS[1:])
         ),
     ],
 )

@@ -128,6 +128,34 @@ def sizes() -> Iterator[Size]:
     yield Size("GPT-OSS-120B", replace(small.with_settings("E", experts=128), pattern="WE*E" * 18), "116.83")
     yield Size("Moonlight-16B-A3B", of_config("moonlight"), "15.960108544")
     yield Size("DeepSeek-V3", of_config("deepseek_v3"), "671.026404352")
+    yield from hybrids()
+
+
+def hybrids() -> Iterator[Size]:
+    """Bamba and Granite 4. IBM's model cards (2024, 2025) have their sizes."""
+    mamba: dict[str, Any] = {"mamba_d_state": 128, "mamba_n_groups": 1, "rms_norm_eps": 1e-5}
+    bamba = {"vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, **heads(32, 8, 14336)}
+    bamba |= {"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, **mamba}
+    yield Size("Bamba-9B", read(bamba), "9.8")
+    yield Size("Granite-4.0-H-Tiny", of_config("granite4"), "6.94")
+    ten = ["mamba"] * 5 + ["attention"] + ["mamba"] * 4
+    granite: dict[str, Any] = {
+        "model_type": "granitemoehybrid",
+        "vocab_size": 100352,
+        "num_hidden_layers": 40,
+        "layer_types": ten * 4,
+        "tie_word_embeddings": True,
+        **mamba,
+    }
+    small = granite | {"hidden_size": 4096, "mamba_n_heads": 128, **heads(32, 8, 768)}
+    small |= {"num_local_experts": 72, "num_experts_per_tok": 10, "shared_intermediate_size": 1536}
+    yield Size("Granite-4.0-H-Small", read(small), "32", "9")
+    micro = granite | {"hidden_size": 2048, "mamba_n_heads": 64, **heads(32, 8, 8192)}
+    micro |= {"num_local_experts": 0, "shared_intermediate_size": 8192}
+    yield Size("Granite-4.0-H-Micro", read(micro), "3.2")
+    lfm2 = {"model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16}
+    lfm2 |= {**heads(32, 8, 12288), "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
+    yield Size("LFM2-1.2B", read(lfm2), "1.170340608")
 
 
 def agrees(count: int, published: str) -> bool:

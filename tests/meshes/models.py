@@ -15,7 +15,17 @@ from jaxthd.config import (
 )
 from jaxthd.config.listing import value_at
 from jaxthd.config.values import with_value
-from jaxthd.models.blocks import MLP, Attention, GatedDelta, LatentAttention, Mamba2, MoE, Router
+from jaxthd.models.blocks import (
+    MLP,
+    Attention,
+    GatedDelta,
+    LatentAttention,
+    Mamba2,
+    MoE,
+    Parallel,
+    Router,
+    ShortConv,
+)
 
 MELS, VOCAB = 8, 56
 MODEL = ModelConfig(
@@ -109,9 +119,44 @@ def deepseek(llm: LLMConfig, pattern: str = "L-LEL-LE") -> LLMConfig:
     return with_pattern(llm, pattern)
 
 
-def mixed(llm: LLMConfig, pattern: str = "DLWE*-") -> LLMConfig:
+def granite4(llm: LLMConfig, pattern: str = "ME*-ME*-") -> LLMConfig:
+    """The decoder with Granite 4's blocks and multipliers, and all biases that Mamba2 may have."""
+    llm = llm.with_settings("M", groups=1, bias=True, conv_bias=False, dt_limit=(0.01, 0.5))
+    llm = llm.with_settings("*", scale=0.3).with_settings("-E", form="swiglu")
+    llm = llm.with_settings("E", router=Router(scores="softmax"))
+    factors = {"embedding_multiplier": 3.0, "residual_multiplier": 0.4, "logits_scaling": 1.7}
+    return with_pattern(llm, pattern, tied_embedding=True, **factors)
+
+
+def falcon_h1(llm: LLMConfig, pattern: str = "H-H-H-H-", **mamba: Any) -> LLMConfig:
+    """The decoder with Falcon-H1's blocks, of the sizes that its blocks have. mamba: other settings of it."""
+    attention, own = llm.blocks["*"], llm.blocks["M"]
+    assert isinstance(attention, Attention)
+    assert isinstance(own, Mamba2)
+    block = Parallel(
+        self_attention=replace(attention, rope=RopeConfig(theta=1e3)),
+        mamba=replace(own, **{"norm": "none", "factors": (0.7, 1.2, 0.8, 1.1, 1.5), **mamba}),
+        attention_in=1.3,
+        attention_out=0.7,
+        mamba_in=0.9,
+        mamba_out=1.4,
+    )
+    llm = replace(llm, blocks={**llm.blocks, "H": block})
+    return with_pattern(llm.with_settings("-", form="swiglu", factors=(1.7, 0.6)), pattern)
+
+
+def lfm2(llm: LLMConfig, pattern: str = "C-*-C-*-") -> LLMConfig:
+    """The decoder with LFM2's blocks."""
+    llm = qwen3(llm, "*-")
+    conv = ShortConv(inner=llm.dim, conv=4, bias=True)
+    return with_pattern(replace(llm, blocks={**llm.blocks, "C": conv}), pattern)
+
+
+def mixed(llm: LLMConfig, pattern: str = "DLWHE*C-") -> LLMConfig:
     """The decoder with all of these families' blocks and options, each once."""
+    both = falcon_h1(llm, "H-", norm="before_gate", bias=True, conv_bias=False).blocks["H"]
     llm = deepseek(gpt_oss(qwen3_next(llm, "DE*-"), "DWE*-"), "DLWE*-")
     llm = llm.with_settings("*WL", rope=replace(LATENT.rope, fraction=0.5))
     llm = llm.with_settings("-E", form="clamped_swiglu").with_settings("E", shared_inner=24)
+    llm = replace(llm, blocks={**llm.blocks, "H": both, "C": ShortConv(inner=llm.dim, conv=4, bias=True)})
     return with_pattern(with_value(llm, "blocks.E.router.scores", "sigmoid"), pattern)

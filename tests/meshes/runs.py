@@ -13,7 +13,10 @@ from tests.meshes.models import (
     PREDICTING,
     UNEVEN,
     deepseek,
+    falcon_h1,
     gpt_oss,
+    granite4,
+    lfm2,
     qwen3,
     qwen3_next,
     with_pattern,
@@ -93,6 +96,9 @@ FAMILIES: dict[str, tuple[Change, ...]] = {
     "qwen3_next": (qwen3_next,) * 3,
     "gpt_oss": (gpt_oss,) * 3,
     "deepseek": (deepseek, without_query_latents, deepseek),
+    "granite4": (granite4,) * 3,
+    "falcon_h1": (falcon_h1, partial(falcon_h1, norm="before_gate"), falcon_h1),
+    "lfm2": (lfm2,) * 3,
 }
 """The change of the decoder in each run with a family's blocks."""
 CHOSEN = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))

@@ -76,9 +76,112 @@ def qwen3_5_moe(draw: Draw) -> dict[str, Any]:
     }
 
 
+def _mamba(draw: Draw) -> dict[str, Any]:
+    """Fields of Mamba2: heads that divide a multiple of the model's dim, and groups that divide the heads."""
+    groups, dim = draw.choice((1, 2, 3)), draw.choice((2, 4, 6))
+    heads = groups * draw.choice((1, 2, 4))
+    return {
+        "hidden_size": heads * dim * 2,
+        "mamba_expand": draw.choice((1, 2, 3)),
+        "mamba_n_heads": heads * draw.choice((1, 2)),
+        "mamba_d_state": draw.choice((1, 5, 16)),
+        "mamba_n_groups": groups,
+        "mamba_d_conv": draw.choice((2, 3, 4)),
+        "mamba_chunk_size": draw.choice((4, 16, 64)),
+        "mamba_conv_bias": draw.random() < 0.7,
+        "mamba_proj_bias": draw.random() < 0.5,
+        "time_step_limit": draw.choice(((0.0, float("inf")), (0.05, 0.3), (0.0, 0.1))),
+    }
+
+
+def _attention(draw: Draw) -> dict[str, Any]:
+    """Fields of attention with rotary positions, and of what is around the layers."""
+    return {
+        "vocab_size": draw.randint(30, 60),
+        "num_hidden_layers": draw.randint(1, 4),
+        "intermediate_size": draw.randint(5, 40),
+        **_heads(draw),
+        "head_dim": 4 * draw.randint(1, 4),
+        "attention_bias": draw.random() < 0.5,
+        "rope_parameters": _rope(draw),
+        "rms_norm_eps": draw.choice((1e-6, 1e-5, 1e-3)),
+        "tie_word_embeddings": draw.random() < 0.5,
+        "pad_token_id": None,
+    }
+
+
+def bamba(draw: Draw) -> dict[str, Any]:
+    """Fields of Bamba's decoder."""
+    fields = {**_attention(draw), **_mamba(draw), "mlp_bias": draw.random() < 0.5}
+    layers = [i for i in range(fields["num_hidden_layers"]) if draw.random() < 0.5]
+    return fields | {"attn_layer_indices": draw.choice((layers, layers, None))}
+
+
+def granitemoehybrid(draw: Draw) -> dict[str, Any]:
+    """Fields of Granite 4's decoder, with experts or without."""
+    fields, experts = {**_attention(draw), **_mamba(draw)}, draw.choice((0, 2, 5, 8))
+    kinds = ["linear_attention", "full_attention"]
+    return fields | {
+        "layer_types": draw.choices(kinds, k=fields["num_hidden_layers"]),
+        "shared_intermediate_size": draw.randint(3, 30),
+        "num_local_experts": experts,
+        "num_experts_per_tok": draw.randint(1, max(experts - 1, 1)),
+        "position_embedding_type": draw.choice((None, "nope", "rope")),
+        "embedding_multiplier": draw.choice((1.0, 12, 0.3)),
+        "residual_multiplier": draw.choice((1.0, 0.22)),
+        "attention_multiplier": draw.choice((1.0, 0.0078125, 0.3)),
+        "logits_scaling": draw.choice((1.0, 6, 0.7)),
+    }
+
+
+def falcon_h1(draw: Draw) -> dict[str, Any]:
+    """Fields of Falcon-H1's decoder."""
+    fields, has_bias = {**_attention(draw), **_mamba(draw)}, draw.random() < 0.5
+    names = ("lm_head", "embedding", "key", "attention_in", "attention_out", "ssm_in", "ssm_out")
+
+    def factors(count: int) -> list[float]:
+        """So many factors."""
+        return draw.choices((1.0, 0.3, 1.7), k=count)
+
+    return fields | {
+        "mamba_d_ssm": draw.choice((None, fields["mamba_n_heads"] * draw.choice((2, 6)))),
+        "mamba_proj_bias": has_bias,
+        "projectors_bias": has_bias,
+        "mamba_rms_norm": draw.random() < 0.7,
+        "mamba_norm_before_gate": draw.random() < 0.5,
+        "mlp_bias": draw.random() < 0.5,
+        **{f"{name}_multiplier": factor for name, factor in zip(names, factors(7), strict=True)},
+        "mlp_multipliers": draw.choice((None, factors(2))),
+        "ssm_multipliers": draw.choice((None, factors(5))),
+    }
+
+
+def lfm2(draw: Draw) -> dict[str, Any]:
+    """Fields of LFM2's decoder, some under older names."""
+    fields = _attention(draw)
+    layers, width = fields["num_hidden_layers"], fields.pop("intermediate_size")
+    which = [i for i in range(layers) if draw.random() < 0.5]
+    kinds = {"layer_types": draw.choices(("conv", "full_attention"), k=layers)}
+    return fields | {
+        **draw.choice((kinds, {"full_attn_idxs": which})),
+        "hidden_size": draw.randint(3, 40),
+        "norm_eps": fields.pop("rms_norm_eps"),
+        "conv_bias": fields.pop("attention_bias"),
+        "conv_L_cache": draw.randint(1, 4),
+        draw.choice(("intermediate_size", "block_ff_dim")): width,
+        "block_multiple_of": draw.choice((1, 8, 256)),
+        "block_ffn_dim_multiplier": draw.choice((0.7, 1.0, 1.3)),
+        "block_auto_adjust_ff_dim": draw.random() < 0.5,
+    }
+
+
 DRAWN: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "qwen3_5": ("Qwen3_5", qwen3_5),
     "qwen3_5_moe": ("Qwen3_5Moe", qwen3_5_moe),
+    "bamba": ("Bamba", bamba),
+    "granitemoehybrid": ("GraniteMoeHybrid", granitemoehybrid),
+    "falcon_h1": ("FalconH1", falcon_h1),
+    "lfm2": ("Lfm2", lfm2),
 }
 """The library's class, without its ending, and what draws the fields of its config."""
 
@@ -95,7 +198,7 @@ def main() -> None:
     kind, drawn = DRAWN[options.family]
     for seed in range(options.seed, options.seed + options.count):
         fields, weights = drawn(Draw(seed)), 1000 * seed
-        if "num_experts" in fields:
+        if fields.keys() & {"num_experts", "num_local_experts"}:
             fields["experts_implementation"] = "eager"  # others want sizes that 16 bytes divide
         folder = options.out / f"{options.family}-{seed}"
         while (out := reference(kind, fields, weights, folder))["margin"] < MARGIN / 10:

@@ -45,6 +45,7 @@ GPT-OSS alone:
                         library makes of them, float32 [2, 96, 6]
 """
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -383,6 +384,16 @@ def groups_and_experts(gate: Any, logits: torch.Tensor) -> torch.Tensor:
 SCORES = {"NemotronH": biased_sigmoid, "DeepseekV3": groups_and_experts}
 
 
+RENAMED = {
+    "GraniteMoeHybrid": {
+        "experts.gate_up_proj": "input_linear.weight",
+        "experts.down_proj": "output_linear.weight",
+        "router.weight": "router.layer.weight",
+    }
+}
+"""Ends of the library's names in memory -> those on disk, where these are others."""
+
+
 def on_disk(named: dict[str, torch.Tensor], kind: str = "NemotronH") -> Arrays:
     """Renames the library's names in memory to those of checkpoints on disk."""
     out: Arrays = {}
@@ -390,6 +401,8 @@ def on_disk(named: dict[str, torch.Tensor], kind: str = "NemotronH") -> Arrays:
         array = x.detach().numpy().copy()
         if kind == "NemotronH":
             name = name.replace("model.", "backbone.", 1)
+        for ours, theirs in RENAMED.get(kind, {}).items():
+            name = name.replace(ours, theirs)
         if ".experts." not in name or kind == "GptOss":
             out[name] = array
             continue
@@ -441,7 +454,7 @@ def reference(kind: str, fields: dict[str, Any], seed: int, folder: Path) -> Arr
     """All arrays of one archive. kind, fields: as in VARIANTS. folder: where the checkpoint is saved."""
     torch.manual_seed(seed)
     text = "Text" if kind in ZERO_CENTRED[1:] else ""  # what has a vision tower besides has the plain name
-    config = getattr(transformers, f"{kind}{text}Config")(**fields, attn_implementation="eager")
+    config = getattr(transformers, f"{kind}{text}Config")(**deepcopy(fields), attn_implementation="eager")
     model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
     randomize(model) if kind == "NemotronH" else randomize_others(model, kind)
     model.save_pretrained(folder)

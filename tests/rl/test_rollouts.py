@@ -1,6 +1,8 @@
 """Log-probabilities recorded while answers are drawn are those of each document alone, on any mesh."""
 
 import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -36,7 +38,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import state_shardings
 from tests.clips import clip_of
-from tests.meshes.models import gpt_oss
+from tests.meshes.models import falcon_h1, gpt_oss, granite4, lfm2
 from tests.weights import random_state
 
 NEW, GROUP, VOCAB, ALONE = 16, 3, 264, 160
@@ -220,6 +222,20 @@ def test_draws_are_the_same_on_any_mesh(mesh: MeshConfig, layout: str, expected:
         assert own.programs.made == 3
 
 
+@contextmanager
+def with_llm(llm: LLMConfig, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has CONFIG with another decoder."""
+    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, model=replace(CONFIG.model, llm=llm)))
+    cached = weights, engine
+    try:
+        for each in cached:
+            each.cache_clear()
+        yield
+    finally:
+        for each in cached:
+            each.cache_clear()
+
+
 @pytest.mark.exhaustive
 def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
     """With sinks and a rotary embedding; answers of a group share their prompt's keys, and are longer than a
@@ -227,19 +243,38 @@ def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
     """
     llm = gpt_oss(CONFIG.model.llm, "W*E")
     assert llm.window < NEW
-    monkeypatch.setitem(globals(), "CONFIG", replace(CONFIG, model=replace(CONFIG.model, llm=llm)))
-    cached = weights, engine
-    try:
-        for each in cached:
-            each.cache_clear()
+    with with_llm(llm, monkeypatch), jax.enable_x64(True):
+        own = engine()
+        groups = drawn(own)
+        assert_scored_alike(groups, "float64", 1e-10)
+        assert_same_answers(drawn(engine(MeshConfig(context=2))), groups)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("change", [granite4, falcon_h1, lfm2])
+def test_hybrids_are_drawn_as_they_are_trained(
+    change: Callable[[LLMConfig], LLMConfig], monkeypatch: pytest.MonkeyPatch, record_property
+) -> None:
+    """Also on all axes, with the states and the last inputs of convolutions of each answer."""
+    llm = change(CONFIG.model.llm)
+    with with_llm(replace(llm, pattern=llm.letters[: len(llm.letters) // 2]), monkeypatch):
         with jax.enable_x64(True):
-            own = engine()
-            groups = drawn(own)
+            groups = drawn(engine())
             assert_scored_alike(groups, "float64", 1e-10)
-            assert_same_answers(drawn(engine(MeshConfig(context=2))), groups)
-    finally:
-        for each in cached:
-            each.cache_clear()
+            assert_same_answers(drawn(engine(MeshConfig(1, 2, 2, 2))), groups)
+            largest = {"float64": difference(groups, "float64")}
+        groups = drawn(engine(dtype="float32"))
+        assert_scored_alike(groups, "float32", 3e-5)
+        largest["float32"] = difference(groups, "float32")
+    for dtype, x in largest.items():
+        record_property(f"largest difference of rollouts, {dtype}", f"{x:.1e}")
+
+
+def difference(groups: list[list[Rollout]], dtype: str) -> float:
+    """The largest between drawn tokens' log-probabilities and those of the documents alone."""
+    answers = [answer for group in groups for answer in group]
+    scored = scored_alone(groups, dtype)
+    return max(float(np.abs(x.log_probs - y).max()) for x, (y, _) in zip(answers, scored, strict=True))
 
 
 @pytest.mark.exhaustive

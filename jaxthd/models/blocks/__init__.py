@@ -8,6 +8,8 @@ from jaxthd.models.blocks.latent_attention import LatentAttention, LatentAttenti
 from jaxthd.models.blocks.mamba2 import Mamba2, Mamba2Mixer
 from jaxthd.models.blocks.mlp import MLP, MLPMixer
 from jaxthd.models.blocks.moe import MoE, MoEMixer, Router
+from jaxthd.models.blocks.parallel import Parallel, ParallelMixer
+from jaxthd.models.blocks.short_conv import ShortConv, ShortConvMixer
 
 __all__ = [
     "MLP",
@@ -23,8 +25,12 @@ __all__ = [
     "Mixer",
     "MoE",
     "MoEMixer",
+    "Parallel",
+    "ParallelMixer",
     "Prefilled",
     "RoutedMixer",
     "Router",
     "Routing",
+    "ShortConv",
+    "ShortConvMixer",
 ]

@@ -1,4 +1,4 @@
-"""Mamba2 (Dao and Gu, 2024), as in Nemotron-H (2025) and Nemotron 3 (2025).
+"""Mamba2 (Dao and Gu, 2024), as in Nemotron-H, Nemotron 3, Granite 4 and Falcon-H1 (all 2025).
 
 Legend: N tokens, D model dim, H heads, P head dim, G groups, S state, I inner dim (H * P), U = G S,
 C = I + 2 U channels of the convolution, K taps; in decoding n documents of this rank.
@@ -32,13 +32,15 @@ from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor, own_part
 
+PROJECTED = ("z", "x", "b", "c", "dt")
+"""The projections of the input: gates, inputs, B, C, time steps."""
 COST_CHUNK = 128
 """Tokens of a scan chunk, as the cost counts them: pipeline stages do not depend on compute.blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mamba2(Block):
-    """Mamba2 (Dao and Gu, 2024), as in Nemotron-H and Nemotron 3."""
+    """Mamba2 (Dao and Gu, 2024), as in Nemotron-H, Granite 4 and Falcon-H1."""
 
     title = "Mamba2"
     letter = "M"
@@ -59,6 +61,14 @@ class Mamba2(Block):
     """Taps of the causal convolution."""
     dt_limit: tuple[float, float] = (0.0, float("inf"))
     """Lower and upper limit of the time step after softplus."""
+    bias: bool = False
+    """Whether the projections have biases."""
+    conv_bias: bool = True
+    """Whether the convolution has a bias."""
+    norm: Literal["after_gate", "before_gate", "none"] = "after_gate"
+    """Where the grouped RMSNorm of the outputs stands: behind the gate, before it, or nowhere (Falcon-H1)."""
+    factors: tuple[float, float, float, float, float] = (1.0, 1.0, 1.0, 1.0, 1.0)
+    """Factors on z, x, B, C and on the time step before dt_bias (Falcon-H1: ssm_multipliers)."""
 
     @property
     def inner(self) -> int:
@@ -98,7 +108,8 @@ class Mamba2(Block):
 
     def tensors(self) -> Table:
         return {
-            "in_proj.weight": matrix(*(f"{part}.w" for part in ("z", "x", "b", "c", "dt"))),
+            "in_proj.weight": matrix(*(f"{part}.w" for part in PROJECTED)),
+            "in_proj.bias": rows(*(f"{part}.bias" for part in PROJECTED)),
             "conv1d.weight": matrix("conv_x", "conv_b", "conv_c", tail=(1, 0)),
             "conv1d.bias": rows("conv_bias_x", "conv_bias_b", "conv_bias_c"),
             "dt_bias": "dt_bias",
@@ -120,18 +131,19 @@ class Mamba2Mixer(nnx.Module):
         init = Init.of(init, compute)
         inner, shared = block.inner, block.shared
         heads, groups = over_tensor(block.heads), over_tensor(block.groups)
-        self.z = Linear(llm.dim, inner, init, sharded_out=heads)
-        self.x = Linear(llm.dim, inner, init, sharded_out=heads)
-        self.b = Linear(llm.dim, shared, init, sharded_out=groups)
-        self.c = Linear(llm.dim, shared, init, sharded_out=groups)
-        self.dt = Linear(llm.dim, block.heads, init, sharded_out=heads)
+        bias = block.bias
+        self.z = Linear(llm.dim, inner, init, bias=bias, sharded_out=heads)
+        self.x = Linear(llm.dim, inner, init, bias=bias, sharded_out=heads)
+        self.b = Linear(llm.dim, shared, init, bias=bias, sharded_out=groups)
+        self.c = Linear(llm.dim, shared, init, bias=bias, sharded_out=groups)
+        self.dt = Linear(llm.dim, block.heads, init, bias=bias, sharded_out=heads)
         taps, std = block.conv, 1 / math.sqrt(block.conv)
         convolved = ((inner, heads), (shared, groups), (shared, groups))
         self.conv_x, self.conv_b, self.conv_c = (
             init.normal((taps, dim), (None, sharded), std=std) for dim, sharded in convolved
         )
         self.conv_bias_x, self.conv_bias_b, self.conv_bias_c = (
-            init.zeros((dim,), (sharded,)) for dim, sharded in convolved
+            init.zeros((dim,), (sharded,)) if block.conv_bias else None for dim, sharded in convolved
         )
         # Time steps start log-uniform in [0.001, 0.1], decay rates uniform in [1, 16].
         uniform = jax.random.uniform(init.next_key(), (2, block.heads))
@@ -139,12 +151,14 @@ class Mamba2Mixer(nnx.Module):
         self.dt_bias = init.param(step_H + jnp.log(-jnp.expm1(-step_H)), (heads,))
         self.a_log = init.param(jnp.log(1 + 15 * uniform[1]), (heads,))
         self.d = init.ones((block.heads,), (heads,))
-        self.norm = RMSNorm(inner, llm.norm_eps, init, groups=block.groups, sharded=heads)
-        self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
+        norm = RMSNorm(inner, llm.norm_eps, init, groups=block.groups, sharded=heads)
+        self.norm = None if block.norm == "none" else norm
+        self.out = Linear(inner, llm.dim, init, bias=bias, std=residual_std(inner, llm), sharded_in=heads)
         self.state = block.state
         self.groups, self.mesh = groups, init.mesh
         self.chunk, self.backend = compute.blocks.scan, resolve_backend(compute.scan_backend)
-        self.dt_limit = block.dt_limit
+        self.dt_limit, self.factors = block.dt_limit, block.factors
+        self.gates_first = block.norm == "after_gate"
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
         inputs = self._scan_inputs(x_ND, self._project(x_ND), segments)
@@ -182,13 +196,16 @@ class Mamba2Mixer(nnx.Module):
 
     def _project(self, x_ND: Array) -> Float[Array, "N C"]:
         """Inputs of the convolution: x, B and C side by side."""
-        return jnp.concatenate([self.x(x_ND), self.b(x_ND), self.c(x_ND)], axis=1)
+        parts = zip(self.factors[1:4], (self.x, self.b, self.c), strict=True)
+        return jnp.concatenate([factor * part(x_ND) for factor, part in parts], axis=1)
 
     def _taps(self, dtype: Any) -> tuple[Array, Array]:
         """This rank's taps [K, C] and biases [C] of the convolution."""
         b_KU, c_KU = (own_part(w[...], 1, self.groups, self.mesh) for w in (self.conv_b, self.conv_c))
-        b_U, c_U = (own_part(b[...], 0, self.groups, self.mesh) for b in (self.conv_bias_b, self.conv_bias_c))
         taps_KC = jnp.concatenate([self.conv_x[...], b_KU, c_KU], axis=1)
+        if self.conv_bias_x is None or self.conv_bias_b is None or self.conv_bias_c is None:
+            return taps_KC.astype(dtype), jnp.zeros(taps_KC.shape[1], dtype)
+        b_U, c_U = (own_part(b[...], 0, self.groups, self.mesh) for b in (self.conv_bias_b, self.conv_bias_c))
         return taps_KC.astype(dtype), jnp.concatenate([self.conv_bias_x[...], b_U, c_U]).astype(dtype)
 
     def _scan_inputs(self, x_ND: Array, inputs_NC: Array, segments: Segments) -> ScanInputs:
@@ -197,7 +214,8 @@ class Mamba2Mixer(nnx.Module):
 
     def _time_steps(self, x_ND: Array) -> Array:
         acc = accumulation_dtype(x_ND)
-        dt_NH = jax.nn.softplus(self.dt(x_ND).astype(acc) + self.dt_bias[...].astype(acc))
+        raw_NH = self.factors[4] * self.dt(x_ND).astype(acc)
+        dt_NH = jax.nn.softplus(raw_NH + self.dt_bias[...].astype(acc))
         return jnp.clip(dt_NH, *self.dt_limit)
 
     def _rates(self, x_ND: Array) -> Array:
@@ -221,7 +239,12 @@ class Mamba2Mixer(nnx.Module):
         return self._finish(y_NHP.astype(x_ND.dtype), x_ND)
 
     def _finish(self, y_NHP: Array, x_ND: Array) -> Array:
-        return self.out(self.norm.gated(y_NHP.reshape(len(x_ND), -1), self.z(x_ND)))
+        y_NI, z_NI = y_NHP.reshape(len(x_ND), -1), self.factors[0] * self.z(x_ND)
+        if self.norm is not None and self.gates_first:
+            return self.out(self.norm.gated(y_NI, z_NI))
+        acc = accumulation_dtype(z_NI)
+        y_NI = y_NI.astype(acc) if self.norm is None else self.norm(y_NI.astype(acc))
+        return self.out((y_NI * jax.nn.silu(z_NI.astype(acc))).astype(z_NI.dtype))
 
 
 register_block(Mamba2)

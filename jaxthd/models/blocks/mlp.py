@@ -81,12 +81,23 @@ class MLP(FFN):
     title = "MLP"
     letter = "-"
     kind: Annotated[Literal["mlp"], DERIVED] = "mlp"
+    factors: tuple[float, float] = (1.0, 1.0)
+    """Factors on the gate, inside the activation, and on the output (Falcon-H1: mlp_multipliers)."""
 
     def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "MLPMixer":
         return MLPMixer(self, llm, init, compute)
 
     def cost(self, dim: int) -> float:
         return float(self.matrices * dim * self.inner)
+
+    def faults(self, where: str, dim: int) -> Iterator[Finding]:
+        yield from super().faults(where, dim)
+        if self.factors[0] != 1 and not self.is_gated:
+            yield Finding(
+                f'{where}.factors is {self.factors} with {where}.form "{self.form}"',
+                "1 for the gate, because there is none",
+                f"set {where}.factors to {(1.0, self.factors[1])}",
+            )
 
     def tensors(self) -> Table:
         return TENSORS
@@ -101,6 +112,7 @@ class MLPMixer(Stateless):
         init, inner = Init.of(init, compute), block.inner
         columns = over_tensor(inner)
         bias, self.form = block.bias, block.function
+        self.factors = block.factors if isinstance(block, MLP) else (1.0, 1.0)
         self.up = Linear(llm.dim, inner, init, bias=bias, sharded_out=columns)
         self.gate = Linear(llm.dim, inner, init, bias=bias, sharded_out=columns) if block.is_gated else None
         self.down = Linear(inner, llm.dim, init, bias=bias, std=residual_std(inner, llm), sharded_in=columns)
@@ -115,7 +127,8 @@ class MLPMixer(Stateless):
 
     def _applied(self, x_ND: Array) -> Array:
         up_NF = self.up(x_ND)
-        return self.down(self.form.inner(up_NF, None if self.gate is None else self.gate(x_ND)))
+        gate_NF = None if self.gate is None else self.factors[0] * self.gate(x_ND)
+        return self.factors[1] * self.down(self.form.inner(up_NF, gate_NF))
 
 
 register_block(MLP)

@@ -1,0 +1,117 @@
+"""Settings of Bamba, Granite 4, Falcon-H1 and LFM2: read, written back, refused."""
+
+from typing import Any
+
+import pytest
+
+from jaxthd.config import LLMConfig
+from jaxthd.config.listing import value_at
+from jaxthd.errors import UserError
+from jaxthd.hf.bamba import BAMBA, GRANITE_HYBRID
+from jaxthd.hf.decoder import Decoder
+from jaxthd.hf.falcon_h1 import FALCON_H1
+from jaxthd.hf.lfm2 import LFM2
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 96,
+    "rms_norm_eps": 1e-5,
+    "mamba_n_heads": 8,
+}
+TYPES = ["mamba", "attention", "mamba", "mamba"]
+FACTORS = {
+    "mlp_multipliers": [0.5, 2.0],
+    "ssm_multipliers": [0.5, 2.0, 0.25, 4.0, 1.0],
+    "key_multiplier": 0.7,
+}
+FIELDS: dict[str, tuple[Decoder, dict[str, Any]]] = {
+    "bamba": (BAMBA, SIZES | {"attn_layer_indices": [1]}),
+    "granite": (GRANITE_HYBRID, SIZES | {"layer_types": TYPES, "attention_multiplier": 0.0078125}),
+    "granite_dense": (
+        GRANITE_HYBRID,
+        SIZES
+        | {"layers_block_type": ["attention"] * 4, "num_local_experts": 0, "position_embedding_type": "rope"},
+    ),
+    "falcon": (FALCON_H1, SIZES | FACTORS | {"mamba_d_ssm": 48, "mamba_rms_norm": True}),
+    "lfm2": (LFM2, SIZES | {"full_attn_idxs": [2], "norm_eps": 1e-5}),
+}
+
+
+def read(name: str, **changed: Any) -> LLMConfig:
+    decoder, fields = FIELDS[name]
+    return decoder.read(fields | changed, LLMConfig())
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_settings_are_read_and_written_back(name: str) -> None:
+    llm, decoder = read(name), FIELDS[name][0]
+    assert decoder.read(decoder.write(llm), LLMConfig()) == llm
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "settings"),
+    [
+        ("bamba", {}, {"pattern": "M-*-M-M-", "blocks.*.rope.fraction": 0.5, "blocks.M.head_dim": 16}),
+        ("bamba", {"partial_rotary_factor": 1.0}, {"blocks.*.rope.fraction": 0.5}),
+        ("bamba", {"rope_parameters": {"partial_rotary_factor": 1.0}}, {"blocks.*.rope.fraction": 1.0}),
+        ("bamba", {"attn_layer_indices": None, "mamba_d_head": 16}, {"pattern": "M-" * 4}),
+        ("granite", {}, {"pattern": "ME*EMEME", "blocks.*.rope.theta": 0.0, "blocks.E.shared_inner": 1024}),
+        ("granite", {"shared_intermediate_size": None}, {"blocks.E.experts": 8}),
+        ("granite_dense", {}, {"pattern": "*-" * 4, "blocks.*.rope.theta": 1e4, "blocks.-.inner": 1024}),
+        ("falcon", {}, {"blocks.H.mamba.norm": "before_gate", "blocks.H.mamba.head_dim": 6}),
+        ("falcon", {"mamba_norm_before_gate": False}, {"blocks.H.mamba.norm": "after_gate"}),
+        ("falcon", {"mamba_rms_norm": None}, {"blocks.H.mamba.norm": "none"}),
+        ("falcon", {"mamba_d_ssm": None}, {"blocks.H.mamba.head_dim": 16}),
+        ("lfm2", {}, {"pattern": "C-C-*-C-", "blocks.-.inner": 256, "blocks.*.rope.theta": 1e6}),
+        ("lfm2", {"block_auto_adjust_ff_dim": False}, {"blocks.-.inner": 96, "tied_embedding": True}),
+        ("lfm2", {"block_ffn_dim_multiplier": None, "block_ff_dim": 9}, {"blocks.-.inner": 6}),
+        (
+            "lfm2",
+            {"tie_embedding": False, "full_attn_idxs": None},
+            {"tied_embedding": False, "letters": "*-" * 4},
+        ),
+    ],
+)
+def test_what_settings_mean(name: str, changed: dict[str, Any], settings: dict[str, Any]) -> None:
+    """The library's defaults, its older names, and what it computes whatever a field says."""
+    llm = read(name, **changed)
+    assert {path: value_at(llm, path) for path in settings} == settings
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "said"),
+    [
+        ("bamba", {"mamba_d_head": 17}, "8 Mamba2 heads of 17 features, and 128 in all"),
+        ("bamba", {"mamba_n_heads": 7}, "7 Mamba2 heads of 18 features"),
+        ("bamba", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
+        ("granite", {"shared_intermediate_size": 0}, "shared_intermediate_size 0"),
+        ("granite", {"layer_types": TYPES[:3]}, "num_hidden_layers 4, and 3 layer_types"),
+        ("falcon", {"projectors_bias": True}, "mamba_proj_bias False and projectors_bias True"),
+        ("falcon", {"ssm_multipliers": [1.0]}, "expected 5 numbers"),
+        ("lfm2", {"layer_types": ["conv"] * 3 + ["mamba"]}, "conv, mamba"),
+    ],
+)
+def test_what_is_not_computed_is_refused(name: str, changed: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        read(name, **changed)
+
+
+@pytest.mark.parametrize(
+    ("name", "letter", "settings", "said"),
+    [
+        ("bamba", "M", {"head_dim": 12}, "96 features together; expected a multiple of model.llm.dim, 64"),
+        ("falcon", "H", {"attention_in": 2.0, "mamba_in": 0.5}, ""),
+        ("lfm2", "C", {"inner": 32}, "blocks.C.inner: 32"),
+    ],
+)
+def test_what_a_family_cannot_hold_is_refused(name: str, letter: str, settings: Any, said: str) -> None:
+    decoder, llm = FIELDS[name][0], read(name).with_settings(letter, **settings)
+    if not said:
+        assert decoder.read(decoder.write(llm), LLMConfig()) == llm
+        return
+    with pytest.raises(UserError, match=said):
+        decoder.write(llm)
