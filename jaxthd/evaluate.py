@@ -12,6 +12,7 @@ runs/my/evaluations/2400/clean+other; those of published weights in runs/NAME/ev
 config file's. The folder receives
     SET.jsonl           for each set: hypotheses, references and errors
     summary.json        the figures of the printed table
+    report.html         a page for a browser: all documents, aligned words, spectrograms, players
     error_gallery.png   spectrograms and texts of the documents with the highest word error rates
     skipped.jsonl       every document that was skipped, with the reason
     before_SET.jsonl    for each set of --guard: what the model before training says
@@ -36,6 +37,7 @@ from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.evaluation.comparison import compare
 from jaxthd.evaluation.contamination import Match, contaminated
+from jaxthd.evaluation.page import write_page
 from jaxthd.evaluation.results import SetResult, document_line, most_wrong, scored_set, set_figures
 from jaxthd.evaluation.summary_text import summary_text
 from jaxthd.figures.error_gallery import Case, draw_gallery
@@ -82,6 +84,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "action": "store_true",
         "help": "list the documents whose text or recording is in the training data (data.manifest) too",
     },
+    "page-audio": {
+        "type": float,
+        "metavar": "MB",
+        "default": 100.0,
+        "help": "recordings in report.html, the worst answers' first, 100 MB by default; further ones are "
+        "played from their own files",
+    },
     **PROCESS_OPTIONS,
 }
 
@@ -95,7 +104,8 @@ def main(argv: list[str] | None = None) -> None:
         raise UserError("--weights is missing; expected the workdir of a run, or checkpoints: name them")
     with devices_ready(line.config.mesh, options):
         beside = line.folder / "evaluations"
-        more = {"gallery": options.gallery, "guard": options.guard, "contamination": options.contamination}
+        names = ("gallery", "guard", "contamination", "page_audio")
+        more = {name: getattr(options, name) for name in names}
         evaluate(line.config, weights, options.out, beside=beside, **more)
 
 
@@ -108,13 +118,15 @@ def evaluate(
     gallery: int = 8,
     guard: Sequence[str] = (),
     contamination: bool = False,
+    page_audio: float = 100.0,
 ) -> dict[str, Any]:
     """Writes the results into a folder and prints their table; returns what summary.json holds.
 
     weights: as jaxthd.checkpoints.weights.load_weights. out: the folder; None: one of the run's evaluations
     (jaxthd.run.evaluations), or of `beside` for weights that are not those of one run. gallery: most
     documents in error_gallery.png. guard: names of sets on which the model before training is evaluated too.
-    contamination: whether documents are looked for in the training data.
+    contamination: whether documents are looked for in the training data. page_audio: megabytes of recordings
+    in report.html.
     Of several processes (jaxthd.run.startup.devices_ready) all call it.
     Raises UserError for a config that cannot work on this machine, and for data or weights that cannot be
     used, and where `out` holds the results of another evaluation.
@@ -159,6 +171,7 @@ def evaluate(
             outputs.write_text(SUMMARY, json.dumps(finite(summary), indent=2) + "\n")
         if is_first():
             _draw_gallery(results, data, config, gallery, out / "error_gallery.png")
+            _write_page(results, data, config, page_audio, out / "report.html", beside.parent.name)
         print(summary_text(summary))
         if summary["skipped_documents"]:
             print(f"{summary['skipped_documents']} skipped documents are listed in {data.skipped.path}")
@@ -259,6 +272,23 @@ def _devices(model: Model) -> str:
     devices, sizes = model.mesh.devices, model.config.mesh.sizes
     kinds = sorted({device.device_kind for device in devices.flat})
     return f"{devices.size} x {', '.join(kinds)} ({jax.default_backend()}), mesh {sizes}"
+
+
+def _write_page(
+    results: Sequence[SetResult], data: SpeechData, config: Config, megabytes: float, path: Path, name: str
+) -> None:
+    """Writes report.html; removes it where no answer was decoded. name: the model's."""
+    path.unlink(missing_ok=True)
+    if any(result.documents for result in results):
+        examples = {r.name: {x.key: x for x in data.validation_examples(r.name)} for r in results}
+        write_page(
+            path,
+            f"Evaluation of {name}" if name else "Evaluation",
+            results,
+            examples,
+            compounds=merges_compounds(config.train.normaliser),
+            audio_bytes=int(megabytes * 1e6),
+        )
 
 
 def _draw_gallery(

@@ -58,6 +58,7 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         "other.jsonl",
         "summary.json",
         "error_gallery.png",
+        "report.html",
         "inventory.json",
         "skipped.jsonl",
     }
@@ -171,6 +172,7 @@ def test_training_manifests_are_not_read(
     assert of_set["documents"] == 20
     assert of_set["loss"] > 0
     assert not (out / "error_gallery.png").exists()
+    assert not (out / "report.html").exists()
     assert read_lines(out / "manifest.jsonl") == []
 
 

@@ -114,7 +114,8 @@ class DataConfig:
     "synthetic": spoken digits and commands, made on first use and cached. Also Hugging Face data sets on
     disk: parquet or arrow files, with shards in braces, or a folder (pip install 'jaxthd[parquet]').
     MANIFEST::TARS: its recordings are in tar files, as NeMo's are ("m_{0..15}.json::audio_{0..15}.tar").
-    "synthetic:sums": spoken sums without transcripts, for jaxthd grpo."""
+    "synthetic:sums": spoken sums without transcripts, for jaxthd grpo. "synthetic:spanish",
+    "synthetic:german": 4,000 utterances as those of "synthetic", in these languages."""
     columns: tuple[str, ...] = ()
     """Names that fields have in the data, as FIELD=COLUMN: "audio=speech text=utterance". They are those of a
     manifest's lines and of their messages (role=speaker content=said), of the columns of parquet and arrow

@@ -11,6 +11,7 @@ from jaxthd.data.sources import synthetic
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.data.sources.synthetic import synthetic_manifests
+from jaxthd.data.text.synthetic import GERMAN, SPANISH, Words
 from jaxthd.errors import UserError
 from jaxthd.models.front_ends.log_mel import log_mel
 from jaxthd.rl.rewards.values import equals
@@ -184,3 +185,24 @@ def test_sums_have_an_answer_and_no_transcript(tmp_path):
 def test_an_empty_set_is_refused(tmp_path):
     with pytest.raises(ValueError, match="train=0"):
         synthetic_manifests(0, 1, cache_dir=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words", "language", "accent"),
+    [("spanish", SPANISH, "es", "roa/es"), ("german", GERMAN, "de", "gmw/de")],
+)
+def test_other_languages_have_their_words_and_their_accents(
+    tmp_path, kind: str, words: Words, language: str, accent: str
+):
+    """Of voices and texts that are not in training too."""
+    manifests = synthetic_manifests(40, 12, cache_dir=tmp_path, kind=kind)
+    train, validation = ([json.loads(line) for line in path.read_text().splitlines()] for path in manifests)
+    phrases = (*words.digits, *words.single, *words.verbs, *words.things, *words.endings, words.joint)
+    known = {word for phrase in phrases for word in phrase.split()}
+    assert len(train) == 40
+    for line in train + validation:
+        assert set(line["text"].split()) <= known
+        assert line["language"] == language
+        assert line["voice"].startswith(accent)
+    assert not {line["text"] for line in train} & {line["text"] for line in validation}
+    assert not {x["voice"].split("+")[1] for x in train} & {x["voice"].split("+")[1] for x in validation}

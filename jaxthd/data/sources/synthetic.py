@@ -29,7 +29,7 @@ from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.example import document_rng
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
-from jaxthd.data.text.synthetic import digits_of, draw_sum, draw_text
+from jaxthd.data.text.synthetic import ENGLISH, GERMAN, SPANISH, Words, digits_of, draw_sum, draw_text
 from jaxthd.errors import UserError
 from jaxthd.files.paths import user_cache
 
@@ -61,19 +61,22 @@ Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
 
 class SyntheticSet(NamedTuple):
     """train, validation: numbers of recordings. draw: (random numbers, the split) -> (what is said, fields of
-    the manifest's line).
+    the manifest's line). accents: of the voices that say it.
     """
 
     train: int
     validation: int
     draw: Callable[[np.random.Generator, str], tuple[str, dict[str, Any]]]
+    accents: tuple[str, ...] = _ACCENTS
 
 
-def _transcript(rng: np.random.Generator, split: str) -> tuple[str, dict[str, Any]]:
-    text = draw_text(rng)
+def _transcript(
+    rng: np.random.Generator, split: str, words: Words = ENGLISH, language: str = ""
+) -> tuple[str, dict[str, Any]]:
+    text = draw_text(rng, words)
     while _held_out(text) != (split == "validation"):
-        text = draw_text(rng)
-    return text, {"text": text}
+        text = draw_text(rng, words)
+    return text, {"text": text, **({"language": language} if language else {})}
 
 
 def _sum(rng: np.random.Generator, split: str) -> tuple[str, dict[str, Any]]:
@@ -90,6 +93,10 @@ SETS = {
     "": SyntheticSet(10000, 500, _transcript),
     "sums": SyntheticSet(2000, 500, _sum),
     "sums-answered": SyntheticSet(500, 100, _answered_sum),
+    "spanish": SyntheticSet(
+        4000, 500, partial(_transcript, words=SPANISH, language="es"), ("roa/es", "roa/es-419")
+    ),
+    "german": SyntheticSet(4000, 500, partial(_transcript, words=GERMAN, language="de"), ("gmw/de",)),
 }
 """The synthetic data sets: that of the setting "synthetic", and those of "synthetic:NAME"."""
 
@@ -179,7 +186,7 @@ def _utterance(folder: Path, name: str, split: str, seed: int, kind: str, say: S
     """Writes one recording and returns its manifest line."""
     rng = document_rng(seed, 0, "/".join([*([kind] if kind else []), split, name]))
     text, fields = SETS[kind].draw(rng, split)
-    voice = f"{rng.choice(_ACCENTS)}+{rng.choice(_VARIANTS[split])}"
+    voice = f"{rng.choice(SETS[kind].accents)}+{rng.choice(_VARIANTS[split])}"
     speech = say(text, voice, int(rng.integers(120, 200)), int(rng.integers(30, 70)))
     lead, tail = rng.integers(SAMPLE_RATE // 8, SAMPLE_RATE // 4, 2)
     samples = np.pad(speech * (rng.uniform(0.2, 0.9) / np.abs(speech).max()), (lead, tail))

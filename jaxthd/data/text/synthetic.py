@@ -5,6 +5,7 @@ and every target but the end must be heard or guessed: none is spelling.
 """
 
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tokenizers
@@ -16,45 +17,98 @@ from jaxthd.files.paths import user_cache
 VERSION = 1
 """Increased with every change of the tokenizer, so that an old file is not used for it."""
 
-_DIGITS = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-_WORDS = ["stop", "go", "yes", "no", "wait", "help", "left", "right", "up", "down", "back", "again"]
-_VERBS = ["start", "stop", "open", "close", "turn on", "turn off", "find", "move", "check", "bring", "clean"]
-_THINGS = ["music", "door", "window", "light", "radio", "kitchen", "garden", "heater", "camera", "phone"]
-_ENDINGS = ["now", "please", "again", "for me", "in the morning", "at night", "before lunch", "after six"]
+
+class Words(NamedTuple):
+    """The words of a language's texts. things: with their articles, where these differ. the: before things.
+    joint: between commands."""
+
+    digits: list[str]
+    single: list[str]
+    verbs: list[str]
+    things: list[str]
+    endings: list[str]
+    the: str
+    joint: str
 
 
-def draw_text(rng: np.random.Generator) -> str:
+ENGLISH = Words(
+    ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"],
+    ["stop", "go", "yes", "no", "wait", "help", "left", "right", "up", "down", "back", "again"],
+    ["start", "stop", "open", "close", "turn on", "turn off", "find", "move", "check", "bring", "clean"],
+    ["music", "door", "window", "light", "radio", "kitchen", "garden", "heater", "camera", "phone"],
+    ["now", "please", "again", "for me", "in the morning", "at night", "before lunch", "after six"],
+    "the ",
+    " then ",
+)
+SPANISH = Words(
+    ["cero", "uno", "dos", "tres", "cuatro", "cinco", "seis", "siete", "ocho", "nueve"],
+    ["para", "sigue", "sí", "no", "espera", "ayuda", "izquierda", "derecha", "arriba", "abajo", "atrás"],
+    ["pon", "abre", "cierra", "enciende", "apaga", "busca", "mueve", "mira", "trae", "limpia"],
+    ["la música", "la puerta", "la ventana", "la luz", "la radio", "la cocina", "el jardín", "la cámara"],
+    ["ahora", "por favor", "otra vez", "para mí", "por la mañana", "de noche", "antes de comer"],
+    "",
+    " luego ",
+)
+GERMAN = Words(
+    ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"],
+    ["halt", "los", "ja", "nein", "warte", "hilfe", "links", "rechts", "hoch", "runter", "zurück"],
+    ["öffne", "schließe", "starte", "suche", "bewege", "prüfe", "bringe", "putze", "zeige", "hole"],
+    [
+        "die Musik",
+        "die Tür",
+        "das Fenster",
+        "das Licht",
+        "das Radio",
+        "die Küche",
+        "den Garten",
+        "das Telefon",
+    ],
+    ["jetzt", "bitte", "noch einmal", "für mich", "am Morgen", "in der Nacht", "vor dem Essen"],
+    "",
+    " dann ",
+)
+
+
+def draw_text(rng: np.random.Generator, words: Words = ENGLISH) -> str:
     """Draws a text: digit strings (six in ten), single words and commands, with geometric lengths.
 
     Many texts have a single word: from those a new model first learns to use the audio.
     """
     kind = rng.random()
     if kind < 0.6:
-        return " ".join(rng.choice(_DIGITS, min(rng.geometric(0.35), 20)))
+        return " ".join(rng.choice(words.digits, min(rng.geometric(0.35), 20)))
     if kind < 0.75:
-        return str(rng.choice(_WORDS))
-    return " then ".join(_command(rng) for _ in range(min(rng.geometric(0.85), 4)))
+        return str(rng.choice(words.single))
+    return words.joint.join(_command(rng, words) for _ in range(min(rng.geometric(0.85), 4)))
 
 
 def draw_sum(rng: np.random.Generator) -> tuple[str, int]:
     """Draws what is said of a sum of two digits, "three plus five", and the sum."""
-    first, second = (int(number) for number in rng.integers(0, len(_DIGITS), 2))
-    return f"{_DIGITS[first]} plus {_DIGITS[second]}", first + second
+    first, second = (int(number) for number in rng.integers(0, len(ENGLISH.digits), 2))
+    return f"{ENGLISH.digits[first]} plus {ENGLISH.digits[second]}", first + second
 
 
 def digits_of(number: int) -> str:
     """A number from 0 up in words, digit by digit: "one three" of 13. Each word is a token."""
-    return " ".join(_DIGITS[int(digit)] for digit in str(number))
+    return " ".join(ENGLISH.digits[int(digit)] for digit in str(number))
 
 
-def _command(rng: np.random.Generator) -> str:
-    command = f"{rng.choice(_VERBS)} the {rng.choice(_THINGS)}"
-    return f"{command} {rng.choice(_ENDINGS)}" if rng.random() < 0.3 else command
+def _command(rng: np.random.Generator, words: Words) -> str:
+    command = f"{rng.choice(words.verbs)} {words.the}{rng.choice(words.things)}"
+    return f"{command} {rng.choice(words.endings)}" if rng.random() < 0.3 else command
 
 
 def all_words() -> list[str]:
-    """Every word that a text can hold, sorted."""
-    phrases = [*_DIGITS, *_WORDS, *_VERBS, *_THINGS, *_ENDINGS, "the", "then"]
+    """Every word that a text of the default set can hold, sorted."""
+    phrases = [
+        *ENGLISH.digits,
+        *ENGLISH.single,
+        *ENGLISH.verbs,
+        *ENGLISH.things,
+        *ENGLISH.endings,
+        "the",
+        "then",
+    ]
     return sorted({word for phrase in phrases for word in phrase.split()})
 
 
