@@ -96,7 +96,9 @@ def make_peer(folder: Path, model: str) -> None:
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     named = {"pad_token": f"<{PADDING}>", "unk_token": "<0>", "bos_token": "<1>", "eos_token": "<2>"}
     transformers.PreTrainedTokenizerFast(tokenizer_object=words, **named).save_pretrained(folder / "llm")
-    qwen3 = transformers.Qwen3Config(**(settings if name == "Qwen3" else QWEN3))
+    qwen3 = transformers.Qwen3Config(
+        **(settings if name == "Qwen3" else QWEN3 | {"hidden_size": settings["hidden_size"]})
+    )
     qwen3.save_pretrained(folder / "llm")
     salm = SALM(
         {
