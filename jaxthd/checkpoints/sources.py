@@ -113,7 +113,8 @@ def _data(found: Sequence[Checkpoint]) -> DataConfig:
     # The LLM's tokenizer counts: an encoder's folder may hold that of its CTC head.
     folders = [c.tokenizer for c in (*found, *of_llm) if c.tokenizer]
     if not folders:
-        return DataConfig(**settings if settings.get("template") != "chat_template" else {})
+        # Those of a template that a tokenizer writes count with it alone.
+        return DataConfig(**{} if settings.get("template") in ("chat_template", "mistral") else settings)
     if _hears(folders[-1]):
         settings.pop("template_source", None)
     data = DataConfig(tokenizer=os.path.abspath(folders[-1]), **settings)

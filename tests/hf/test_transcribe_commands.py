@@ -21,8 +21,9 @@ from jaxthd.models.front_ends import Transcribe
 from jaxthd.models.front_ends.transcribe.settings import Diarizer, SpeakerCache, WordTimes
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.steps.blueprint import Blueprint
+from tests.hf.folders import TEMPLATE
 from tests.hf.published import assert_identical, tensors
-from tests.test_adapting import TEMPLATE, run
+from tests.test_adapting import run
 from tests.waves import talk
 
 pytestmark = pytest.mark.nightly

@@ -13,12 +13,12 @@ from flax import nnx
 
 from jaxthd.config import Config, DataConfig, MeshConfig, TrainConfig
 from jaxthd.hf.checkpoint import model_config
+from jaxthd.inference.model import load
 from jaxthd.models.front_ends import Transcribe
 from jaxthd.models.front_ends.transcribe.module import TranscribeEncoder
 from jaxthd.models.front_ends.transcribe.order import Order
 from jaxthd.models.front_ends.transcribe.speakers import later_chunks
 from jaxthd.packing.document import Document, audio_pieces
-from jaxthd.score import score
 from tests.hf.published import COMPUTE
 from tests.hf.transcribed import write_transcribe
 from tests.waves import talk
@@ -68,7 +68,7 @@ def test_an_hour_with_speakers_is_scored_as_a_whole(tmp_path, record_property):
             packing_bins=1,
         )
         of_mesh = replace(config, mesh=MeshConfig(context=ranks), data=data, train=TrainConfig())
-        found[ranks] = score(of_mesh, [folder], documents, every_token=True)
+        found[ranks] = load(folder, of_mesh).score(documents, every_token=True)
     for one, two in zip(found[1], found[2], strict=True):
         assert len(one.log_probs) == 11
         np.testing.assert_allclose(two.log_probs, one.log_probs, rtol=0, atol=2e-5)
