@@ -14,6 +14,7 @@ from typing import Any
 
 from jaxthd.data.parquet_footer import MAGIC, row_groups
 from jaxthd.errors import UserError
+from jaxthd.files.stores import is_url
 
 SUFFIXES = (".parquet", ".arrow")
 OPEN = 64
@@ -65,7 +66,9 @@ class ParquetTable(Table):
     def __init__(self, path: Path) -> None:
         from pyarrow.parquet import ParquetFile
 
-        self._file = ParquetFile(path, memory_map=True, pre_buffer=False)
+        is_local = not is_url(path)
+        source = path if is_local else path.open("rb")
+        self._file = ParquetFile(source, memory_map=is_local, pre_buffer=False)
         self.schema, self.groups = self._file.schema_arrow, self._file.num_row_groups
         groups, counted = row_groups(path), self._file.metadata.num_rows
         self._rows = [group.rows for group in groups]
@@ -92,7 +95,7 @@ class ArrowTable(Table):
         import pyarrow
         from pyarrow import ipc
 
-        source = pyarrow.memory_map(str(path))
+        source = pyarrow.PythonFile(path.open("rb")) if is_url(path) else pyarrow.memory_map(str(path))
         if source.read(len(_ARROW_FILE)) == _ARROW_FILE:
             file = ipc.open_file(source)
             self.schema, self.groups, self._batch = file.schema, file.num_record_batches, file.get_batch
@@ -128,8 +131,12 @@ def _is_joined(path: Path, end: int) -> bool:
 
     end: of the data, by the footer. Only indexes and Bloom filters lie between it and the footer.
     """
-    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        return data.find(2 * MAGIC, end) >= 0
+    with path.open("rb") as file:
+        if is_url(path):
+            file.seek(end)
+            return bytes(file.read()).find(2 * MAGIC) >= 0
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return data.find(2 * MAGIC, end) >= 0
 
 
 def _messages(source: Any) -> Iterator[Any]:

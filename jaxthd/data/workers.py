@@ -19,7 +19,7 @@ import cloudpickle
 
 from jaxthd.data.child_process import Child, LostError, parents_end
 from jaxthd.data.skipped import Skipped
-from jaxthd.errors import UserError
+from jaxthd.errors import StorageError, UserError
 
 ANSWER_SECONDS = 60.0
 """A worker that gives no answer for so long is taken to hang."""
@@ -60,8 +60,8 @@ class Workers:
         """Computes load(item, epoch) of every (item, epoch) in a worker; load and items are pickled.
 
         For an item on which two workers died or hung, the result is a Skipped with the item's `key`.
-        The future raises RuntimeError with the worker's traceback if load raised, and UserError if no worker
-        starts.
+        The future raises RuntimeError with the worker's traceback if load raised, StorageError if that is
+        what it raised, and UserError if no worker starts.
         """
         return self._threads.submit(self._compute, load, items)
 
@@ -129,6 +129,8 @@ class _Worker:
         # A class of the program that runs or of a config file goes along: a worker could not import it.
         self._child.send(cloudpickle.dumps(request))
         found, error = pickle.loads(self._child.receive(seconds))
+        if isinstance(error, StorageError):
+            raise error
         if error:
             raise RuntimeError(f"a worker process of the loader could not read {error}")
         return found
@@ -153,6 +155,8 @@ def serve(parent: Connection) -> None:
             for item in items:
                 found.append(load(*item))
             answer = pickle.dumps((found, ""), pickle.HIGHEST_PROTOCOL)
+        except StorageError as error:
+            answer = pickle.dumps((None, StorageError(str(error))))
         except Exception:
             answer = pickle.dumps((None, f"{item!r}: {traceback.format_exc()}"))
         parent.send_bytes(answer)

@@ -1,7 +1,10 @@
-"""Paths as settings, lines and command lines write them; and where later runs find what is kept for them."""
+"""Paths as settings, lines and command lines write them."""
 
 import os
 from pathlib import Path
+
+from jaxthd.files.remote_path import as_path
+from jaxthd.files.stores import is_url
 
 
 def expand_home(path: str) -> str:
@@ -10,13 +13,10 @@ def expand_home(path: str) -> str:
 
 
 def home_path(path: str | Path) -> Path:
-    """Returns expand_home's path as a Path; the type of arguments of command lines."""
-    return Path(expand_home(str(path)))
+    """Returns expand_home's path, or a URL's (as_path); the type of arguments of command lines."""
+    return as_path(expand_home(str(path)))
 
 
-def user_cache() -> Path:
-    """$XDG_CACHE_HOME/jaxthd, or ~/.cache/jaxthd: what is made or measured once on a machine.
-
-    It may not exist yet.
-    """
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "jaxthd"
+def path_exists(text: str) -> bool:
+    """Whether there is a file or a folder of that name; True for a URL: its store is asked later."""
+    return is_url(text) or os.path.exists(text)

@@ -24,7 +24,7 @@ import numpy as np
 from jax.sharding import Mesh, PartitionSpec
 
 from jaxthd.files.atomic import write_atomically
-from jaxthd.files.paths import user_cache
+from jaxthd.files.user_cache import user_cache
 from jaxthd.ops.backend import Machine
 from jaxthd.parallel.mesh import AXES, on_ranks
 from jaxthd.parallel.processes import exchange

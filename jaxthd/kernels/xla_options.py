@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
-from jaxthd.files.paths import user_cache
+from jaxthd.files.user_cache import user_cache
 from jaxthd.kernels.programs import Program
 
 Value = bool | int | str

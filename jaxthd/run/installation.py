@@ -12,6 +12,7 @@ PURPOSES = {
     "cuda13": "NVIDIA GPUs, with CUDA 13",
     "te": "Transformer Engine's attention on NVIDIA GPUs (compute.attention_backend te)",
     "parquet": "data sets in parquet and arrow files",
+    "stores": "data sets and workdirs by URL (s3, gs, az, http)",
     "fp8": "matrix products in FP8 (compute.fp8)",
     "mistral": "Mistral's tokenizer and turns, of Voxtral's folders (tekken.json)",
     "wandb": "Weights & Biases (train.trackers wandb)",

@@ -10,6 +10,8 @@ import re
 import struct
 from typing import Any, NamedTuple
 
+from jaxthd.errors import StorageError
+
 ENDLESS = 1 << 40
 """Size in bytes of a view without an end. Readers that derive a length from it arrive at centuries."""
 DURATION_SLACK = 0.25
@@ -39,7 +41,7 @@ class View:
         patch: tuple[int, bytes] = (0, b""),
     ) -> None:
         self.size = size
-        self.error: OSError | None = None
+        self.error: Exception | None = None
         self._file, self._start, self._at = file, start, 0
         self._stated_size, self._patch = ENDLESS if endless else size, patch
 
@@ -74,7 +76,7 @@ class View:
             count = self._file.readinto(wanted)
             if count < len(wanted):
                 raise OSError("the file has become shorter since its headers were read")
-        except OSError as error:
+        except (OSError, StorageError) as error:
             self.error = error
             return 0
         at, data = self._patch

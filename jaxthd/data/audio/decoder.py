@@ -21,6 +21,8 @@ from jaxthd.data.audio.containers import (
 from jaxthd.data.audio.flac import flac_frames
 from jaxthd.data.audio.mpeg import BLOCK, count_frames, ends_where_stated, first_frame, preroll
 from jaxthd.data.example import Cell, Member
+from jaxthd.files.remote_path import open_range
+from jaxthd.files.stores import is_url
 
 UNKNOWN = 1 << 62
 """Frames from which on libsndfile means an unknown number (FLAC as streams are written)."""
@@ -130,9 +132,11 @@ def open_recording(
             with _opened(view, view, until, every_byte) as recording:
                 yield recording
         return
-    with path.open("rb") as file:
-        view = View(file, member.start, member.size) if member else View(file, 0, path.stat().st_size)
-        with _opened(view, view if member else path, until, every_byte) as recording:
+    start, size = (member.start, member.size) if member else (0, path.stat().st_size)
+    file, at = open_range(path, start, size)
+    with file:
+        view = View(file, at, size)
+        with _opened(view, view if member or is_url(path) else path, until, every_byte) as recording:
             yield recording
 
 

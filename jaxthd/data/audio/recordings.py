@@ -16,6 +16,7 @@ from jaxthd.data.audio.cells import CellError
 from jaxthd.data.audio.containers import DURATION_SLACK
 from jaxthd.data.audio.decoder import DECODED, UNKNOWN, open_recording
 from jaxthd.data.example import Cell, Channels, Clip, Member, Samples
+from jaxthd.files.remote_path import as_path
 
 MIN_SAMPLES = 320
 """Fewest samples: two mel frames, since the standard deviation divides by their number less one."""
@@ -66,7 +67,7 @@ def load_audio(
     or beyond 1e6; for fewer than 320 of them (two mel frames); for channels that do not match `channels`, or
     that cancel.
     """
-    path = Path(path)
+    path = as_path(path)
     name = f"{path}: {member.name}" if member else str(path)
     _require_file(path)
     if offset < 0 or (duration is not None and duration <= 0):

@@ -101,7 +101,7 @@ def _form(path: Path, head: bytes, expected: str) -> tuple[str, str] | None:
 def _decompressed(path: Path) -> bytes:
     """The first bytes of a gzip file; fewer where it is damaged, which its reader says."""
     try:
-        with gzip.open(path) as file:
+        with path.open("rb") as stored, gzip.open(stored) as file:
             return file.read(LOOKED_AT)
     except (EOFError, zlib.error, gzip.BadGzipFile):
         return b""

@@ -29,6 +29,7 @@ from jaxthd.data.sources.lines import (
 from jaxthd.data.sources.preferences import alternatives_of, is_preference
 from jaxthd.data.sources.recordings import in_folder, other_recordings
 from jaxthd.data.sources.source import Files, LineSource
+from jaxthd.files.remote_path import as_path
 
 KINDS = ("MonoCut", "MultiCut", "MixedCut", "PaddingCut")
 _OF_LHOTSE = frozenset("id start duration channel supervisions features recording custom type".split())  # noqa: SIM905
@@ -124,7 +125,7 @@ class CutSource(CutLines):
         """Whether one of the first lines is a cut."""
         if not path.endswith((".jsonl", ".jsonl.gz")):
             return False
-        file = Path(expand_braces(path)[0])
+        file = as_path(expand_braces(path)[0])
         try:
             return any(_is_cut(line) for line in islice(lines_of(file), LOOKED_AT))
         except (ValueError, OSError):
@@ -138,7 +139,7 @@ class CutSource(CutLines):
         """Returns the turns of a cut, with its range of the recording's file. Raises ValueError."""
         refuse_marked(entry)
         path, channels = _file_of(entry)
-        named, folder = Path(path), self.folders[item.file]
+        named, folder = as_path(path), self.folders[item.file]
         clip = Clip(named) if _is_here(named, folder) else in_folder(folder)(path)
         return self.turns_of_cut(entry | channels, clip, data)
 
@@ -167,7 +168,7 @@ def _is_cut(line: bytes) -> bool:
 def _is_here(path: Path, folder: Path) -> bool:
     """Whether a relative path is that of a file from the working directory and of none from the folder."""
     try:
-        return not path.is_absolute() and not (folder / path).is_file() and path.is_file()
+        return not path.is_absolute() and path.is_file() and not (folder / path).is_file()
     except OSError:  # a name too long; the reader says so
         return False
 

@@ -5,6 +5,7 @@ A row is like a line of a manifest, with its recording inside: columns are the l
 
 import hashlib
 import json
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -34,6 +35,7 @@ from jaxthd.data.sources.recordings import OTHER_MODALITIES, holds_recordings, i
 from jaxthd.data.sources.source import Files, FileSource
 from jaxthd.data.tables import SUFFIXES, Table, errors_of_tables, import_pyarrow, open_table
 from jaxthd.errors import UserError
+from jaxthd.files.remote_path import as_path
 
 NAMES = {"audio": ("audio", "audio_filepath"), "text": ("text", "sentence", "transcription", "transcript")}
 """The columns that may hold a field, the first that is there. Other fields have columns of their names."""
@@ -62,9 +64,9 @@ class HuggingFaceSource(FileSource):
     @staticmethod
     def recognises(path: str) -> bool:
         """Whether a path is a parquet or arrow file, or a folder of such."""
-        if Path(path).is_dir():
-            return is_table_folder(Path(path))
-        return path.endswith(SUFFIXES)
+        if path.endswith(SUFFIXES):
+            return not os.path.isdir(path) or is_table_folder(Path(path))
+        return as_path(path).is_dir() and is_table_folder(as_path(path))
 
     def turns_of(self, entry: Entry, item: "_Row", data: DataConfig) -> tuple[Turn, ...]:
         """Returns the turns of a row. Raises ValueError."""
@@ -102,13 +104,13 @@ class HuggingFaceSource(FileSource):
                 yield row._replace(number=counts.total())
             if not counts[path]:
                 raise empty(path, "rows")
-        if Path(self.path).is_dir():
-            recorded = counts_of_folder(Path(self.path), files)
+        if (folder := as_path(self.path)).is_dir():
+            recorded = counts_of_folder(folder, files)
             self.read_notes[:] = require_counts(recorded, counts, setting)
 
     def named(self) -> Files:
         """Returns the tables and the folder's records. Raises UserError where a table is missing."""
-        path, setting = Path(self.path), self.setting.field
+        path, setting = as_path(self.path), self.setting.field
         if path.is_dir():
             files = files_of_folder(path, setting)
             beside = [path / name for name in (STATE, INFO, INFOS, DICT)] + [files[0].parent / SUMMARY]

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 from jaxthd.data.sources.containers import damaged, empty, refuse_cut_line, refuse_other_forms
 from jaxthd.errors import UserError
 from jaxthd.files.paths import expand_home
+from jaxthd.files.remote_path import as_path
+from jaxthd.files.stores import is_url
 
 Entry = dict[str, Any]
 MOST_SHARDS = 1_000_000
@@ -33,7 +35,7 @@ def expand_braces(text: str) -> list[str]:
     Raises UserError for a descending range, or one of more than a million numbers.
     """
     text = expand_home(text)
-    if os.path.exists(text):
+    if not is_url(text) and os.path.exists(text):
         return [text]
     inside = range(len(text)) if "{" in text or "_OP_" in text else ()
     folder = max((n + 1 for n in inside if text[n] == "/" and os.path.isdir(text[: n + 1])), default=0)
@@ -64,7 +66,7 @@ def all_files(text: str, setting: str) -> list[Path]:
 
     setting: what names them, for the message.
     """
-    files = [Path(name) for name in expand_braces(text)]
+    files = [as_path(name) for name in expand_braces(text)]
     missing = [str(file) for file in files if not file.is_file()]
     if missing:
         raise UserError(
@@ -121,7 +123,7 @@ def entries_of(path: str) -> dict[int, tuple[Entry, Path]]:
 
     path: with braces, as in expand_braces. Lines that are no objects are skipped.
     """
-    files = [Path(name) for name in expand_braces(path)]
+    files = [as_path(name) for name in expand_braces(path)]
     found = {}
     for number, file, _, line in numbered_lines(files):
         with suppress(ValueError):
@@ -136,7 +138,7 @@ def lines_of(path: Path) -> Iterator[bytes]:
     """
     refuse_other_forms(path, "lines")
     line_number = 0
-    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+    with path.open("rb") as stored, gzip.open(stored) if path.suffix == ".gz" else stored as lines:
         try:
             for line in lines:
                 line_number += 1

@@ -60,6 +60,7 @@ from jaxthd.data.sources.recordings import (
 from jaxthd.data.sources.source import Files, LineSource
 from jaxthd.data.sources.tarred import TarredAudio, counted_tars, require_counted_tars
 from jaxthd.errors import UserError
+from jaxthd.files.remote_path import as_path
 
 
 class ManifestSource(LineSource):
@@ -240,7 +241,7 @@ def read_chats(
     data.audio_placeholder and data.columns.
     Raises FileNotFoundError if there is no such file, and UserError if a line cannot be used, or the file.
     """
-    path = Path(path)
+    path = as_path(path)
     if not path.is_file():
         raise FileNotFoundError(f"no file at {path}; expected a JSONL file of conversations: correct --chat")
     chats, locate, names = [], in_folder(path.parent), Columns(columns)

@@ -18,6 +18,8 @@ from urllib.parse import unquote
 from jaxthd.config.front_end import SpeakerSegment
 from jaxthd.data.example import Clip
 from jaxthd.data.sources.lines import json_object, seconds, string
+from jaxthd.files.remote_path import as_path
+from jaxthd.files.stores import is_url
 
 LISTS = ("audio", "audios", "sound", "sounds")
 """Fields that hold recordings: one, or a list. ms-swift and LLaMA-Factory have audios, NeMo's ShareGPT
@@ -211,21 +213,24 @@ _OF_RECORDINGS = frozenset({"type", *RANGE, "text", "role", "content", *FIELD_OF
 
 
 def in_folder(folder: Path) -> Locate:
-    """Returns what locates recordings in files, by paths from the folder, with ~ and as file:// URLs.
+    """Returns what locates recordings in files, by paths from the folder, with ~, and as URLs.
 
     A path that is not absolute and begins with ~ is the home folder's, unless the folder holds such a name.
     """
 
     def locate(name: str) -> Clip:
-        """Returns the file of a path or a file:// URL. Raises ValueError for what is neither."""
+        """Returns the file of a path or a URL. Raises ValueError for what is neither."""
         if len(name) > LONGEST_PATH or (":" in name and name.startswith("data:")):
             raise ValueError(
                 f"{reprlib.repr(name)} is no path, but {len(name):,} characters; expected the path of a "
                 "file: write the recording into one"
             )
+        if is_url(name):
+            return Clip(as_path(name))
         if ":" in name and "://" in name:
             name = _path_of_url(name)
-        if name.startswith("~") and not os.path.exists(folder / name):  # Path.exists raises for long names
+        # Path.exists raises for long names
+        if name.startswith("~") and not (is_url(folder) or os.path.exists(folder / name)):
             name = os.path.expanduser(name)
         return Clip(folder / name)  # an absolute name replaces the folder
 
@@ -238,8 +243,8 @@ def _path_of_url(url: str) -> str:
         return url
     if scheme.lower() != "file":
         raise ValueError(
-            f"{reprlib.repr(url)} is not on a disk; expected the path of a file, since nothing is read from "
-            "the network: download it"
+            f"{reprlib.repr(url)} is not read; expected the path of a file, or a URL of s3, gs, az, http or "
+            "https: copy it there, or download it"
         )
     return unquote(rest.removeprefix("localhost"))
 

@@ -26,7 +26,7 @@ from jaxthd.data.sources.shar import SharSource
 from jaxthd.data.sources.source import Source, SourceSetting
 from jaxthd.data.sources.synthetic import SyntheticSource
 from jaxthd.errors import UserError
-from jaxthd.files.paths import expand_home
+from jaxthd.files.paths import expand_home, path_exists
 
 SOURCES: dict[str, type[Source]] = {
     "manifest": ManifestSource,  # recognises every path
@@ -60,7 +60,7 @@ def open_source(setting: SourceSetting) -> Source:
     setting = setting._replace(path=expand_home(setting.path))
     source = next(source for source in reversed(SOURCES.values()) if source.recognises(setting.path))
     files = expand_braces(setting.path)
-    if source is ManifestSource and re.match(r"\w+:", setting.path) and not any(map(os.path.exists, files)):
+    if source is ManifestSource and re.match(r"\w+:", setting.path) and not any(map(path_exists, files)):
         raise UserError(
             f"{setting.path} ({setting.field}) is no file, and {name!r} no registered data source; "
             f"expected a path, or one of {', '.join(SOURCES)} before the colon: correct {setting.field}, "

@@ -25,6 +25,7 @@ from jaxthd.data.sources.lines import (
 from jaxthd.data.sources.source import Files
 from jaxthd.data.sources.tarred import TarIndex, index_tars
 from jaxthd.errors import UserError
+from jaxthd.files.remote_path import as_path
 
 TEXTS = ("context", "system_prompt")
 """Fields of a cut that may be in separate files beside the cuts, under the names that data.columns gives."""
@@ -157,11 +158,11 @@ class SharSource(CutLines):
     @staticmethod
     def recognises(path: str) -> bool:
         """Whether a path is a folder."""
-        return Path(path).is_dir()
+        return as_path(path).is_dir()
 
     def named(self) -> Files:
         """Returns the files of all shards, and the index. Raises as shar_shards does."""
-        shards, index = self._shards(), Path(self.path) / INDEX
+        shards, index = self._shards(), as_path(self.path) / INDEX
         number = re.fullmatch(r"\D*\.(\d+)\D*", shards[0].cuts.name)
         begins = f"its shards begin at {shards[0].cuts.name}, not at 0" if number and int(number[1]) else ""
         lines = [path for shard in shards for path in (shard.cuts, *shard.texts.values())]
@@ -195,7 +196,7 @@ class SharSource(CutLines):
     def _shards(self) -> list[Shard]:
         named = self.columns.named
         names = Names(named.get("audio", "recording"), tuple(named.get(name, name) for name in TEXTS))
-        return shar_shards(Path(self.path), self.setting.field, names)
+        return shar_shards(as_path(self.path), self.setting.field, names)
 
 
 def _members_of_cuts(index: TarIndex) -> dict[str, str]:

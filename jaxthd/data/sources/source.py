@@ -7,7 +7,7 @@ import gzip
 import hashlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -20,6 +20,7 @@ from jaxthd.data.sources.containers import parts_of
 from jaxthd.data.sources.lines import Entry, Line, expand_braces, fields_beside, numbered_lines
 from jaxthd.data.sources.preferences import alternatives_of
 from jaxthd.errors import UserError
+from jaxthd.files.remote_path import as_path
 
 Likeness = Literal["same", "grown", "other"]
 """A data set against an earlier state of it; "grown": items have been added at its end."""
@@ -243,7 +244,7 @@ class LineSource(FileSource):
 
     def existing(self) -> list[Path]:
         """Returns the files that `path` names, with braces. Raises FileNotFoundError where one is missing."""
-        files = [Path(name) for name in expand_braces(self.path)]
+        files = [as_path(name) for name in expand_braces(self.path)]
         for file in files:
             if not file.is_file():
                 raise FileNotFoundError(
@@ -261,7 +262,7 @@ class LineSource(FileSource):
 
     def likeness(self, digest: str, extent: int | None) -> Likeness:
         """See Source.likeness. A digest of an older jaxthd is of the compressed bytes."""
-        as_stored = chain.from_iterable(_blocks(path, opened=open) for path in self.named().items)
+        as_stored = chain.from_iterable(_blocks(path, compressed=False) for path in self.named().items)
         if digest in (self.digest(), self._digest(as_stored)):
             return "same"
         if extent is None or self.named().tars:
@@ -284,10 +285,10 @@ class LineSource(FileSource):
     def _blocks(self) -> Iterator[bytes]:
         """Yields the content of the files, whether they are compressed or not."""
         for path in self.named().items:
-            yield from _blocks(path, opened=gzip.open if path.suffix == ".gz" else open)
+            yield from _blocks(path, compressed=path.suffix == ".gz")
 
 
-def _blocks(path: Path, opened: Callable[[Path, str], Any]) -> Iterator[bytes]:
-    with opened(path, "rb") as file:
+def _blocks(path: Path, *, compressed: bool) -> Iterator[bytes]:
+    with path.open("rb") as stored, gzip.open(stored) if compressed else stored as file:
         while block := file.read(1 << 20):
             yield block

@@ -31,7 +31,7 @@ from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.text.synthetic import ENGLISH, GERMAN, SPANISH, Words, digits_of, draw_sum, draw_text
 from jaxthd.errors import UserError
-from jaxthd.files.paths import user_cache
+from jaxthd.files.user_cache import user_cache
 
 VERSION = 3
 """Increased with every change of the generated files, so that an old cache is not used for them."""

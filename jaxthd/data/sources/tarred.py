@@ -9,7 +9,7 @@ import tarfile
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from io import BufferedReader, FileIO
+from io import BufferedReader
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ def index_tar(path: Path) -> TarIndex:
     members: dict[str, Member | str] = {}
     try:
         size = path.stat().st_size
-        with _Headers(FileIO(path)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
+        with _Headers(path.open("rb", buffering=0)) as file, tarfile.open(fileobj=file, mode="r:") as tar:
             at = -1
             while (info := tar.next()) is not None:
                 if info.size < 0 or info.offset <= at:  # tarfile itself would loop for ever

@@ -12,7 +12,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from jaxthd.files.atomic import write_atomically
-from jaxthd.files.paths import user_cache
+from jaxthd.files.user_cache import user_cache
 
 VERSION = 1
 """Increased with every change of the tokenizer, so that an old file is not used for it."""
