@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float, Int32
 
+from jaxthd.models.front_ends.transcribe.largest import largest
 from jaxthd.models.front_ends.transcribe.settings import SpeakerCache
 
 
@@ -88,8 +89,9 @@ class Memory(NamedTuple):
         )
         cached = self.cached + moved
         overflows = cached > sizes.size
-        kept_C = _kept(cache_PS, cached, sizes)
-        chosen_C = jnp.where(overflows, kept_C, jnp.arange(sizes.size))
+        chosen_C = jax.lax.cond(
+            overflows, lambda: _kept(cache_PS, cached, sizes), lambda: jnp.arange(sizes.size)
+        )
         is_silence_C1 = (chosen_C >= len(slot_P))[:, None]
         taken_CD, taken_CS = (jnp.take(x, chosen_C, axis=0, mode="clip") for x in (cache_PD, cache_PS))
         queue_QD = jnp.take(queue_ND, moved + jnp.arange(sizes.queue), axis=0, mode="clip")
@@ -117,12 +119,20 @@ def _kept(probabilities_PS: Array, count: Array, sizes: SpeakerCache) -> Array:
     is_latest_P1 = (jnp.arange(places) >= sizes.size)[:, None]
     scores_PS = scores_PS + jnp.where(is_latest_P1, sizes.latest_boost, 0)
     for raised, by in ((sizes.strong_share, 2 * math.log(2)), (sizes.weak_share, math.log(2))):
-        best_Sn = jax.lax.top_k(scores_PS.T, math.floor(share * raised))[1]
-        scores_PS = scores_PS.at[best_Sn, jnp.arange(speakers)[:, None]].add(by)
-    flat_SP = jnp.pad(scores_PS.T, ((0, 0), (0, sizes.silence)), constant_values=jnp.inf)
-    scores_C, at_C = jax.lax.top_k(flat_SP.reshape(-1), sizes.size)
-    at_C = jnp.sort(jnp.where(jnp.isneginf(scores_C), flat_SP.size, at_C))
-    return jnp.where(at_C == flat_SP.size, places, jnp.minimum(at_C % flat_SP.shape[1], places))
+        k = math.floor(share * raised)
+        best_SP = jax.vmap(lambda x_P, k=k: largest(x_P, count, k))(scores_PS.T)
+        scores_PS = scores_PS + jnp.where(best_SP.T, by, 0)
+    # Speaker by speaker, and behind the outputs of each its places for silence.
+    width = count + sizes.silence
+    slot_F = jnp.arange(speakers * (places + sizes.silence))
+    speaker_F, place_F = slot_F // width, slot_F % width
+    is_silence_F = place_F >= count
+    score_F = jnp.where(
+        is_silence_F, jnp.inf, scores_PS.at[place_F, speaker_F].get(mode="fill", fill_value=-jnp.inf)
+    )
+    is_kept_F = largest(score_F, speakers * width, sizes.size) & (score_F > -jnp.inf)
+    (at_C,) = jnp.nonzero(is_kept_F, size=sizes.size, fill_value=len(slot_F))
+    return jnp.where(is_silence_F, places, place_F).at[at_C].get(mode="fill", fill_value=places)
 
 
 def _scores(probabilities_PS: Array, is_there_P1: Array, positive: int, sizes: SpeakerCache) -> Array:
