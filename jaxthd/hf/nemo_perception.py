@@ -25,6 +25,7 @@ from jaxthd.models.front_ends.log_mel import filters, window
 
 _MODULE = "nemo.collections.speechlm2.modules.perception"
 IDENTITY, MULTI_LAYER, QFORMER = "IdentityConnector", "MultiLayerProjectionConnector", "QformerConnector"
+CONNECTORS = (IDENTITY, MULTI_LAYER, QFORMER)
 PREPROCESSOR: dict[str, Any] = {
     "sample_rate": 16000,
     "normalize": "per_feature",
@@ -61,7 +62,7 @@ def connector_of(perception: Fields) -> str:
     """The connector's class. Raises UserError for one that jaxthd does not have."""
     adapter = perception.get("modality_adapter") or {}
     name = str(adapter.get("_target_")).rpartition(".")[2]
-    if name not in (IDENTITY, MULTI_LAYER, QFORMER):
+    if name not in CONNECTORS:
         raise UserError(
             f"config.json has perception.modality_adapter {adapter.get('_target_')!r}; expected "
             f"{IDENTITY}, {MULTI_LAYER} or {QFORMER} of {_MODULE}: choose another checkpoint"
@@ -74,21 +75,13 @@ def connector_of(perception: Fields) -> str:
     return name
 
 
-def blocks_of(perception: Fields) -> tuple[int, ...]:
-    """The blocks whose outputs the connector reads, in the order in which it takes them; () for the last
-    alone. Raises UserError for blocks that the encoder does not have."""
+def reading(perception: Fields, encoder: FastConformer) -> FastConformer:
+    """The encoder whose blocks the connector reads. Raises UserError for blocks that it does not have."""
     if connector_of(perception) == IDENTITY:
-        return ()
+        return encoder
     adapter = perception["modality_adapter"]
-    layers = int(required(required(perception, "encoder"), "n_layers", "perception.encoder"))
-    ids = required(adapter, "target_layer_ids", "perception.modality_adapter")
-    if not ids or not all(-layers <= i < layers for i in ids):
-        raise UserError(
-            f"config.json has target_layer_ids {ids} and an encoder of {layers} layers; expected some of "
-            f"{-layers} to {layers - 1}: correct them"
-        )
-    final = [layers - 1] if adapter.get("include_final_output", True) else []
-    return (*sorted(i % layers for i in ids), *final)
+    blocks = required(adapter, "target_layer_ids", "perception.modality_adapter")
+    return encoder.reading(blocks, and_last=adapter.get("include_final_output", True))
 
 
 def read_perception(fields: Fields, model: ModelConfig, *, bfloat16_filters: bool) -> ModelConfig:
@@ -105,11 +98,8 @@ def read_perception(fields: Fields, model: ModelConfig, *, bfloat16_filters: boo
         )
     preprocessor = _DEFAULTS | dict(perception.get("preprocessor") or {})
     must_be(preprocessor, _FEATURES, "perception.preprocessor")
-    kind, blocks = connector_of(perception), blocks_of(perception)
-    base = FastConformer() if kind != QFORMER else _read_qformer(perception, preprocessor)
-    encoder = encoder_config(perception, replace(model, encoder=base), "perception")
-    if blocks:  # what lies behind the last of them has no effect
-        encoder = replace(encoder, output_layers=blocks, layers=blocks[-1] + 1)
+    base = front_end_of(perception, preprocessor)
+    encoder = reading(perception, encoder_config(perception, replace(model, encoder=base), "perception"))
     chunk = fields.get("encoder_chunk_size_seconds")
     if chunk is not None and chunk <= 0:
         raise UserError(
@@ -119,7 +109,10 @@ def read_perception(fields: Fields, model: ModelConfig, *, bfloat16_filters: boo
     return replace(model, encoder=encoder, adapter_dim=0, adapter_bias=True)
 
 
-def _read_qformer(perception: Fields, preprocessor: Fields) -> QFormer:
+def front_end_of(perception: Fields, preprocessor: Fields) -> FastConformer:
+    """The front end that the connector asks for, without the encoder's own settings. Raises UserError."""
+    if connector_of(perception) != QFORMER:
+        return FastConformer()
     adapter, where = perception["modality_adapter"], "perception.modality_adapter"
     pad_to = preprocessor.get("pad_to", _PAD_TO)
     if not isinstance(pad_to, int):
@@ -224,7 +217,7 @@ def perception_tensors(
 ) -> Iterator[Tensor]:
     """The tensors of encoder and adapter."""
     kind, encoder = connector_of(perception), own_encoder(model)
-    yield from encoder_tensors(model, shapes, _encoder_prefix(kind))
+    yield from encoder_tensors(model, shapes, encoder_prefix(kind))
     if kind == IDENTITY:
         yield from tensors({"proj": "out"}, shapes, "perception.", "adapter.")
         return
@@ -235,18 +228,17 @@ def perception_tensors(
     yield from tensors(projection, shapes, below, "adapter.")
 
 
-def _encoder_prefix(kind: str) -> str:
+def encoder_prefix(kind: str) -> str:
+    """What stands before the names of the encoder's tensors, with this connector."""
     return "perception.encoder." if kind == IDENTITY else "perception.encoder_multilayer.encoder."
 
 
 def unread_perception(perception: Fields) -> tuple[str, ...]:
     """Patterns of tensors that may be left unread: the filters, which follow from the settings, and blocks
     behind the last one that the connector reads."""
-    kind = connector_of(perception)
-    behind = (
-        range(blocks_of(perception)[-1] + 1, perception["encoder"]["n_layers"]) if kind != IDENTITY else ()
-    )
-    prefix = _encoder_prefix(kind)
+    layers = int(required(required(perception, "encoder"), "n_layers", "perception.encoder"))
+    behind = range(reading(perception, FastConformer(layers=layers)).layers, layers)
+    prefix = encoder_prefix(connector_of(perception))
     return (
         "perception.preprocessor.*",
         f"{prefix}pos_enc.*",

@@ -30,8 +30,8 @@ def model() -> ModelConfig:
     """The sizes are those of the checkpoints."""
     encoder = {front_end}({encoder})
     found = model_config({read}, model=ModelConfig(encoder=encoder, adapter_bias=True))
-    llm = found.llm
-    return replace(found, llm={mtp})
+    encoder, llm = found.encoder, found.llm
+    return replace(found, encoder={reading}, llm={mtp})
 
 
 def config() -> Config:
@@ -59,6 +59,7 @@ def config_text(translation: Translation, model: ModelText) -> str:
         front_end=type(model.front_end).__name__,
         encoder=", ".join(f"{name}={_python(value)}" for name, value in of_encoder(model).items()),
         read=", ".join(names),
+        reading=model.reading,
         mtp=model.mtp,
     )
     return "\n".join([head + "\n".join(lines), "    )", ""])

@@ -1,22 +1,23 @@
 """The group `model` of a NeMo experiment: the checkpoints of the model, and the parameters that train."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from jaxthd.config import FrontEnd, ModelConfig
+from jaxthd.config import ModelConfig
 from jaxthd.data.text.special_tokens import read_special_tokens
 from jaxthd.errors import UserError
-from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
+from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.nemo_encoder import encoder_config
-from jaxthd.hf.parakeet import base_encoder
+from jaxthd.hf.nemo_perception import CONNECTORS, IDENTITY, front_end_of, reading
+from jaxthd.hf.parakeet import own_encoder
+from jaxthd.models.front_ends import FastConformer
 from jaxthd.nemo.keys import row_of
 from jaxthd.nemo.parameters import LLM, Names, frozen, lora_targets, names_of, usual_names
 from jaxthd.nemo.translation import Code, Translation
 
-IDENTITY = "IdentityConnector"
-"""The class of adapters that pass the encoder's outputs on, to a linear layer."""
 EVERYTHING = "*"
 
 
@@ -24,12 +25,13 @@ class ModelText(NamedTuple):
     """The parts of the config file that are about the model.
 
     llm, encoder: paths of the checkpoints; encoder "": a new one. front_end: its settings that no checkpoint
-    has. mtp: the expression for the LLM, given as `llm`.
+    has. reading: the expression for the encoder, given as `encoder`. mtp: that for the LLM, given as `llm`.
     """
 
     llm: str
     encoder: str
-    front_end: FrontEnd
+    front_end: FastConformer
+    reading: str
     mtp: str
 
 
@@ -37,13 +39,10 @@ def translate_model(found: Translation) -> ModelText:
     """The settings of the model, and of what trains. Raises UserError where no LLM is named."""
     llm = _checkpoint(found, "model.pretrained_llm")
     has_weights = found.get("model.pretrained_weights", True)
-    perception = found.get("model.perception") or {}
+    perception = _with_connector(found, found.get("model.perception") or {})
     encoder = _checkpoint(found, "model.pretrained_asr") if has_weights else ""
-    text = ModelText(llm, encoder, _front_end(found, perception, encoder), _mtp(found))
-    adapter = str((perception.get("modality_adapter") or {}).get("_target_", "")).rpartition(".")[2]
-    if adapter not in ("", IDENTITY):
-        key = "model.perception.modality_adapter._target_"
-        found.lose(key, adapter, "a linear layer, randomly initialised, takes the place of this adapter")
+    front_end = _front_end(found, perception, encoder)
+    text = ModelText(llm, encoder, front_end, _reading(perception, encoder), _mtp(found))
     sources: list[str] = [Code("LLM")] if has_weights else []
     if encoder:
         sources.append(Code("ENCODER"))
@@ -54,7 +53,7 @@ def translate_model(found: Translation) -> ModelText:
             found.note("model.init_from_checkpoint", why)
     found.set("train.init_from", tuple(sources), "model.pretrained_weights", "model.init_from_checkpoint")
     _text(found)
-    names = _names(found, text)
+    names = _names(found, text, perception)
     _trained(found, names)
     _spec_augment(found, perception.get("spec_augment") or {})
     if weight := found.get("model.aux_loss_coeff"):
@@ -85,10 +84,39 @@ def _checkpoint(found: Translation, key: str) -> str:
     return found.path(path)
 
 
-def _front_end(found: Translation, perception: Mapping[str, Any], encoder: str) -> FrontEnd:
+def _with_connector(found: Translation, perception: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The group `perception` with a connector that jaxthd has."""
+    adapter = perception.get("modality_adapter") or {}
+    name = str(adapter.get("_target_", "")).rpartition(".")[2]
+    if name in CONNECTORS and name != IDENTITY:
+        return perception
+    if name not in ("", IDENTITY):
+        key = "model.perception.modality_adapter._target_"
+        found.lose(key, name, "a linear layer, randomly initialised, takes the place of this adapter")
+    return {**perception, "modality_adapter": {"_target_": IDENTITY, "d_model": adapter.get("d_model")}}
+
+
+def _padding(found: Translation, encoder: str) -> Mapping[str, Any]:
+    """The preprocessor's settings, and those of the encoder's checkpoint where that is on this disk."""
+    path, own = found.folder / encoder, {"pad_to": 0}
+    if encoder and path.exists():
+        own = open_checkpoint(path).fields.get("preprocessor") or own
+    return {**(own if encoder else {}), **(found.get("model.perception.preprocessor") or {})}
+
+
+def _reading(perception: Mapping[str, Any], encoder: str) -> str:
+    """The expression for the encoder that is read, given as `encoder`."""
+    adapter = perception["modality_adapter"]
+    if not encoder or adapter["_target_"] == IDENTITY:
+        return "encoder"
+    last = "" if adapter.get("include_final_output", True) else ", and_last=False"
+    return f"encoder.reading({adapter['target_layer_ids']}{last})"
+
+
+def _front_end(found: Translation, perception: Mapping[str, Any], encoder: str) -> FastConformer:
     """The settings of a new encoder, or the usual ones with what no checkpoint says of one that is read."""
     key = "model.encoder_chunk_size_seconds"
-    seconds, made = found.get(key), base_encoder(ModelConfig())
+    seconds, made = found.get(key), front_end_of(perception, _padding(found, encoder))
     given = perception.get("encoder") or {}
     if encoder:
         for name, value in given.items():
@@ -97,7 +125,7 @@ def _front_end(found: Translation, perception: Mapping[str, Any], encoder: str) 
             if name != "_target_" and row and not row.is_off(place, value):
                 found.lose(place, value, "the encoder has the settings of its checkpoint")
     elif given:
-        made = encoder_config(perception, ModelConfig(), "model.perception")
+        made = reading(perception, encoder_config(perception, ModelConfig(encoder=made), "model.perception"))
     else:
         raise UserError(
             "model.pretrained_weights is false and model.perception.encoder is missing; expected settings of "
@@ -146,16 +174,16 @@ def _text(found: Translation) -> None:
     found.set("data.template", template, "model.prompt_format")
 
 
-def _names(found: Translation, text: ModelText) -> Names:
+def _names(found: Translation, text: ModelText, perception: Mapping[str, Any]) -> Names:
     """The names of parameters: of the checkpoints, if they are there, else those that any model may have."""
     is_salm = not found.get("model.use_nemo_automodel", False)
     paths = [found.folder / path for path in (text.llm, text.encoder) if path]
     if not text.encoder or not all(path.exists() for path in paths):
-        return usual_names(embedding_outside=is_salm)
-    sources: list[Checkpoint] = [open_checkpoint(path) for path in paths]
-    model = model_config(*paths, model=ModelConfig(adapter_bias=True))
-    model = ModelConfig(model.encoder, model.llm.without_mtp(), adapter_bias=True)
-    return names_of(model, sources, embedding_outside=is_salm)
+        return usual_names(perception, embedding_outside=is_salm)
+    model = model_config(*paths, model=ModelConfig(encoder=text.front_end, adapter_bias=True))
+    encoder = reading(perception, own_encoder(model))
+    model = replace(model, encoder=encoder, llm=model.llm.without_mtp())
+    return names_of(model, open_checkpoint(paths[0]), perception, embedding_outside=is_salm)
 
 
 def _trained(found: Translation, names: Names) -> None:
@@ -173,7 +201,7 @@ def _trained(found: Translation, names: Names) -> None:
             keys[0], found.get(keys[0]), f"some of the layers of {name}; layers are stacked, and it trains"
         )
     for pattern in chosen.unmatched:
-        found.note(keys[0], f"{pattern} matches no parameter")
+        found.note(keys[0], f"{pattern} matches no parameter{_where_instead(names, pattern)}")
     patterns = list(chosen.patterns)
     has_routers = any(".router." in ours for _, ours in names.parameters) if names.is_exact else False
     if is_automodel and has_routers and not found.get("model.train_gate", False):
@@ -186,6 +214,15 @@ def _trained(found: Translation, names: Names) -> None:
         _lora(found, names, lora, is_automodel=is_automodel)
     if patterns:
         found.set("adapt.freeze", tuple(patterns), *keys)
+
+
+def _where_instead(names: Names, pattern: str) -> str:
+    """The reason why a pattern matches nothing with this connector, if it would with another one."""
+    inner = ".encoder_multilayer.encoder."
+    plain = [theirs.replace(inner, ".encoder.") for theirs, _ in names.parameters if inner in theirs]
+    if not any(re.match(pattern, name) for name in plain):
+        return ""
+    return f": with this connector NeMo's encoder is perception{inner}*, and trains"
 
 
 def _lora(found: Translation, names: Names, lora: Mapping[str, Any], *, is_automodel: bool) -> None:

@@ -16,6 +16,7 @@ from jaxthd.config import Config, ModelConfig
 from jaxthd.config.block import block_kinds
 from jaxthd.files.tensor_names import Arrays, Table
 from jaxthd.hf.checkpoint import Checkpoint
+from jaxthd.hf.nemo_perception import IDENTITY, QFORMER, connector_of, encoder_prefix, perception_tensors
 from jaxthd.models.adapt import parameter_names, projections
 from jaxthd.steps.blueprint import Blueprint
 
@@ -35,10 +36,13 @@ class Names(NamedTuple):
     is_exact: bool
 
 
-def names_of(model: ModelConfig, sources: Sequence[Checkpoint], *, embedding_outside: bool) -> Names:
-    """The names of a model that is made of these checkpoints.
+def names_of(
+    model: ModelConfig, llm: Checkpoint, perception: Mapping[str, Any], *, embedding_outside: bool
+) -> Names:
+    """The names of a model with the LLM of this checkpoint.
 
-    embedding_outside: as SALM has it: embed_tokens, and not llm.model.embed_tokens.
+    perception: NeMo's settings of the model's encoder and connector. embedding_outside: as SALM has it:
+    embed_tokens, and not llm.model.embed_tokens.
     """
     config = Config(model=model)
     weights = jax.eval_shape(lambda: Weights(*Blueprint(config).initial_weights()))
@@ -46,15 +50,12 @@ def names_of(model: ModelConfig, sources: Sequence[Checkpoint], *, embedding_out
     module = Blueprint(config).model
     own, can_adapt = set(parameter_names(module)), set(projections(module))
     pairs: list[tuple[str, str]] = []
-    for source in sources:
-        is_llm = source.covers("head")
-        for tensor in source.tensors(model, shapes):
-            for part in tensor.slices:
-                front = "llm." if is_llm else "perception."
-                outside = embedding_outside and part.name == "embedding"
-                name = "embed_tokens.weight" if outside else front + tensor.name
-                pairs.append((name, part.name))
-    pairs += [(f"perception.proj.{name}", name) for name in own if name.startswith("adapter.")]
+    for tensor in llm.tensors(model, shapes):
+        for part in tensor.slices:
+            outside = embedding_outside and part.name == "embedding"
+            pairs.append(("embed_tokens.weight" if outside else f"llm.{tensor.name}", part.name))
+    for tensor in perception_tensors(model, perception, shapes):
+        pairs += [(tensor.name, part.name) for part in tensor.slices]
     adapted = [
         (theirs.removeprefix("llm.").removesuffix(".weight"), ours.removesuffix(".w"))
         for theirs, ours in pairs
@@ -63,20 +64,25 @@ def names_of(model: ModelConfig, sources: Sequence[Checkpoint], *, embedding_out
     return Names([(theirs, ours) for theirs, ours in pairs if ours in own], adapted, True)
 
 
-def usual_names(*, embedding_outside: bool) -> Names:
-    """The names that any model may have: those of all kinds of blocks."""
+def usual_names(perception: Mapping[str, Any], *, embedding_outside: bool) -> Names:
+    """The names that any model may have: those of all kinds of blocks. perception: as in names_of."""
     blocks = [pair for kind in block_kinds().values() for pair in _of_table(kind().tensors())]
     layers = [(f"model.layers.0.mixer.{theirs}", f"{LAYERS}mixer.{ours}") for theirs, ours in blocks]
     embedding = "embed_tokens.weight" if embedding_outside else "llm.model.embed_tokens.weight"
+    kind = connector_of(perception)
+    encoder = encoder_prefix(kind)
     parameters = [
         (embedding, "embedding"),
         ("llm.lm_head.weight", "head"),
         ("llm.model.norm.weight", "decoder.norm.weight"),
         *((f"llm.{theirs}.weight", ours) for theirs, ours in layers),
-        ("perception.encoder.pre_encode.out.weight", "encoder.front"),
-        ("perception.encoder.layers.0.norm_out.weight", "encoder.layers"),
-        ("perception.proj.weight", "adapter"),
+        (f"{encoder}pre_encode.out.weight", "encoder.subsampling.*"),
+        (f"{encoder}layers.0.norm_out.weight", "encoder.blocks.*"),
     ]
+    if kind == QFORMER:
+        parameters += [("perception.modality_adapter.layer_weights", "encoder.qformer.*")]
+    projection = "proj" if kind == IDENTITY else "modality_adapter.proj"
+    parameters += [(f"perception.{projection}.weight", "adapter")]
     return Names(parameters, layers, False)
 
 

@@ -20,9 +20,9 @@ def rotated(
 ) -> Float[Array, "N H d"]:
     """Rotates features i and r / 2 + i of each head by position * frequency i; features from r on stay.
 
-    r = d * rope.fraction, which is even. The halves are paired, as in most published checkpoints; the paper
-    pairs neighbours. Frequencies are computed in float64, angles in promote(float32, x); returned in x's
-    dtype.
+    r = d * rope.fraction, and one more where that is odd. The halves are paired, as in most published
+    checkpoints; the paper pairs neighbours. Frequencies are computed in float64, angles in
+    promote(float32, x); returned in x's dtype.
     """
     acc = accumulation_dtype(x_NHd)
     frequency_f = jnp.asarray(frequencies(rope, rope.rotated(x_NHd.shape[-1])), acc)

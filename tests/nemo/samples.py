@@ -30,6 +30,19 @@ def encoder(**settings: Any) -> tuple[tuple[str, Any], ...]:
     return (NEW, ("model.perception.encoder", SIZES | settings))
 
 
+def connector(name: str, **settings: Any) -> tuple[tuple[str, Any], ...]:
+    adapter = {"_target_": f"nemo.collections.speechlm2.modules.perception.{name}", **settings}
+    return (*encoder(), ("model.perception.modality_adapter", adapter))
+
+
+QFORMER = connector(
+    "QformerConnector",
+    prompt_size=7,
+    target_layer_ids=[1],
+    qformer_num_hidden_layers=2,
+    encoder_config={"d_model": 48, "encoder_attention_heads": 3},
+    llm_config={"hidden_size": 16},
+)
 Changes = tuple[tuple[str, Any], ...]
 SAMPLES: dict[str, tuple[Changes, dict[str, Any]]] = {
     "model.pretrained_llm": ((), {"train.init_from": (LLM, ENCODER), "data.tokenizer": LLM}),
@@ -98,6 +111,27 @@ SAMPLES: dict[str, tuple[Changes, dict[str, Any]]] = {
     "model.perception.encoder.xscaling": (encoder(xscaling=False), {"encoder.scale_input": False}),
     "model.perception.modality_adapter._target_": ((), {}),
     "model.perception.modality_adapter.d_model": ((), {}),
+    "model.perception.modality_adapter.target_layer_ids": (
+        connector("MultiLayerProjectionConnector", target_layer_ids=[-2, 0]),
+        {"encoder.output_layers": (0, 1, 2)},
+    ),
+    "model.perception.modality_adapter.include_final_output": (
+        connector("MultiLayerProjectionConnector", target_layer_ids=[1, 0], include_final_output=False),
+        {"encoder.output_layers": (0, 1), "encoder.layers": 2},
+    ),
+    "model.perception.modality_adapter.prompt_size": (
+        QFORMER,
+        {"encoder.queries": 7, "encoder.output_layers": (1, 2)},
+    ),
+    "model.perception.modality_adapter.qformer_num_hidden_layers": (QFORMER, {"encoder.query_layers": 2}),
+    "model.perception.modality_adapter.encoder_config.encoder_attention_heads": (
+        QFORMER,
+        {"encoder.query_heads": 3},
+    ),
+    "model.perception.preprocessor.pad_to": (
+        (*QFORMER, ("model.perception.preprocessor.pad_to", 24)),
+        {"encoder.pad_to": 24},
+    ),
     "model.perception.spec_augment.freq_masks": (
         (("model.perception.spec_augment", {"freq_masks": 2, "freq_width": 27}),),
         {"data.spec_augment.freq": (2, 27)},

@@ -9,11 +9,12 @@ import pytest
 import yaml
 
 from jaxthd.checkpoints.weights import load_weights, named_weights
-from jaxthd.config import Config
+from jaxthd.config import Config, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.config_file import load_config
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.import_config import import_config, main
+from jaxthd.models.front_ends import FastConformer, QFormer
 from jaxthd.nemo.experiment import Experiment
 from jaxthd.nemo.parameters import frozen, lora_targets, names_of
 from jaxthd.nemo.translation import Report
@@ -34,6 +35,9 @@ TINY = (
         [r"^llm\..+$", r"^embed_tokens\..+$", r"^perception\.(preprocessor|encoder)\..+$"],
     ),
 )
+
+
+CONNECTOR = experiment()["model"]["perception"]["modality_adapter"]
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +78,46 @@ def test_the_file_is_a_config_that_can_run(here: Path):
     )
     (name,) = (name for name in weights if name.startswith("encoder.") and name.endswith("norm_out.weight"))
     assert (weights[name][1] == nemo_weights()["encoder.layers.1.norm_out.weight"]).all()
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+@pytest.mark.parametrize("name", ["MultiLayerProjectionConnector", "QformerConnector"])
+def test_a_connector_reads_blocks_of_the_encoder(
+    name: str, is_here: bool, here: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whether the checkpoints are on this disk or not; NeMo's encoder has another name behind a connector."""
+    settings = {
+        "prompt_size": 5,
+        "qformer_num_hidden_layers": 1,
+        "encoder_config": {"d_model": 32, "encoder_attention_heads": 4},
+    }
+    adapter = {"_target_": f"nemo.x.{name}", "target_layer_ids": [-2]}
+    adapter |= settings if name == "QformerConnector" else {}
+    freeze = [r"^llm\..+$", r"^perception\.encoder\..+$"]
+    changes = (("model.perception.modality_adapter", adapter), ("model.freeze_params", freeze))
+    other = here / "elsewhere"
+    other.mkdir(exist_ok=True)
+    if not is_here:
+        monkeypatch.chdir(other)
+    text, found = import_config(write_experiment(other, *TINY, *changes))
+    assert any("perception.encoder_multilayer.encoder.*, and trains" in why for _, why in found.notes)
+    assert not [loss for loss in found.lost if "modality_adapter" in loss.key]
+    (here / "my.py").write_text(text)
+    config = load_config(here / "my.py")
+    encoder = config.model.audio_encoder
+    assert isinstance(encoder, QFormer if name == "QformerConnector" else FastConformer)
+    assert (encoder.output_layers, encoder.layers) == ((0, 1), 2)
+    assert not [pattern for pattern in config.adapt.freeze if pattern.startswith(("encoder", "adapter"))]
+    assert not findings(config, DeviceFacts(platform="cpu", devices=1, kind="simulated"))
+    if isinstance(encoder, QFormer):
+        assert (encoder.queries, encoder.query_layers, encoder.query_heads) == (5, 1, 4)
+    both = [r"^perception\.encoder(_multilayer\.encoder)?\..+$"]
+    text, _ = import_config(write_experiment(other, *TINY, *changes[:1], ("model.freeze_params", both)))
+    (here / "my.py").write_text(text)
+    frozen_parts = {*load_config(here / "my.py").adapt.freeze}
+    assert frozen_parts == (
+        {"encoder.blocks.*", "encoder.subsampling.*"} if name == "QformerConnector" else {"encoder.*"}
+    )
 
 
 def test_its_paths_are_of_its_own_folder(here: Path):
@@ -118,7 +162,8 @@ def test_names_of_peft_and_of_automodel_become_ours(
 ):
     names = names_of(
         model_config(folder / "qwen", folder / "canary.nemo"),
-        [open_checkpoint(folder / "qwen"), open_checkpoint(folder / "canary.nemo")],
+        open_checkpoint(folder / "qwen"),
+        {"modality_adapter": CONNECTOR},
         embedding_outside=True,
     )
     patterns = lora_targets(names, lora, is_automodel=is_automodel)
@@ -131,12 +176,11 @@ def test_names_of_peft_and_of_automodel_become_ours(
 
 def test_patterns_of_parameters_become_ours(tmp_path: Path):
     """On a hybrid model, whose layers are of several kinds and stacked."""
-    sources = [
-        open_checkpoint(write_published(name, tmp_path / name)) for name in ("nemotron_h", "fastconformer")
-    ]
-    model = model_config(*(source.path for source in sources))
+    paths = [write_published(name, tmp_path / name) for name in ("nemotron_h", "fastconformer")]
+    model = model_config(*paths, model=ModelConfig(adapter_bias=True))
     model = replace(model, llm=model.llm.without_mtp())
-    names = names_of(model, sources, embedding_outside=False)
+    perception = {"modality_adapter": CONNECTOR}
+    names = names_of(model, open_checkpoint(paths[0]), perception, embedding_outside=False)
     every = frozen(names, [r"^llm\..+$"], [])
     assert set(every.patterns) == {"embedding", "head", "decoder.*"}
     assert frozen(names, [r"^llm\..+$"], [r".*mixer\.q_proj.*"]).patterns != every.patterns
@@ -155,7 +199,7 @@ def test_what_is_lost_unknown_or_to_be_looked_at_is_said_key_by_key(
     path = write_experiment(
         here,
         *TINY,
-        ("model.perception.modality_adapter", {"_target_": "nemo.x.QformerConnector", "prompt_size": 64}),
+        ("model.perception.modality_adapter", {"_target_": "nemo.x.ConformerEncoder", "n_layers": 2}),
         ("model.freeze_parms", ["^llm"]),
         ("model.perception.encoder", {"att_context_size": [70, 13]}),
         ("model.lora", {"r": 2, "bias": "none", "layers_to_transform": [1]}),
@@ -173,7 +217,7 @@ def test_what_is_lost_unknown_or_to_be_looked_at_is_said_key_by_key(
     lost = parts["no counterpart"]
     for key in (
         "model.perception.modality_adapter._target_",
-        "model.perception.modality_adapter.prompt_size",
+        "model.perception.modality_adapter.n_layers",
         "model.perception.encoder.att_context_size",
         "model.lora.layers_to_transform",
         "data.train_ds.input_cfg.0.type",

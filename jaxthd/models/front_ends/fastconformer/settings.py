@@ -2,7 +2,7 @@
 loader's workers import it."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -11,6 +11,7 @@ from jaxtyping import Float32
 from jaxthd.config.findings import Finding, multiples
 from jaxthd.config.front_end import SAMPLE_RATE, FrontEnd, Piece, register_front_end
 from jaxthd.config.values import DERIVED, Index, Range
+from jaxthd.errors import UserError
 from jaxthd.files.tensor_names import Table
 from jaxthd.models.front_ends.fastconformer.tensors import encoder_table
 from jaxthd.models.front_ends.log_mel import DITHER, HOP, log_mel, mel_filterbank
@@ -65,6 +66,21 @@ class FastConformer(FrontEnd):
     chunk_seconds: Annotated[float, Range(0)] = 30.0
     """Longer audio is encoded in chunks of this length, each with features of its own; 0: recordings are
     encoded whole. A property of the model, not of the mesh."""
+
+    def reading(self, blocks: Sequence[int], *, and_last: bool = True) -> "FastConformer":
+        """The settings with the outputs of these blocks, and of the last one, in the place of the last one's
+        alone (NeMo's target_layer_ids and include_final_output). Blocks behind the last that is read go.
+
+        blocks: numbers from 0 on; negative ones count from the end. Raises UserError for blocks that the
+        encoder does not have.
+        """
+        if not blocks or not all(-self.layers <= block < self.layers for block in blocks):
+            raise UserError(
+                f"the outputs of blocks {list(blocks)} are asked for (target_layer_ids), of an encoder of "
+                f"{self.layers} blocks; expected some of {-self.layers} to {self.layers - 1}: correct them"
+            )
+        read = (*sorted(block % self.layers for block in blocks), *[self.layers - 1] * and_last)
+        return replace(self, output_layers=read, layers=read[-1] + 1)
 
     @property
     def width(self) -> int:

@@ -110,12 +110,12 @@ class Stacked(FrontEnd):
                 f"correct {where}.context_outputs",
             )
         rotated = int(self.head_dim * self.rope_fraction)
-        if rotated % 2 or not 0 < rotated <= self.head_dim or self.rope_theta <= 1:
+        # Of an odd number one more is rotated, as in transformers.
+        if not 0 < rotated + rotated % 2 <= self.head_dim or self.rope_theta <= 1:
             yield Finding(
                 f"{where}.rope_fraction is {self.rope_fraction}, {rotated} of {self.head_dim} features, and "
                 f"rope_theta {self.rope_theta:g}",
-                f"an even number of features from 2 to {self.head_dim}, because pairs are rotated, and a "
-                "base above 1",
+                f"pairs of features, of 2 to {self.head_dim}, and a base above 1",
                 f"change {where}.rope_fraction, or set {where}.head_dim to {multiples(self.head_dim, 4)}",
             )
 

@@ -63,8 +63,8 @@ def _nth_element(x_N: Array, count: Array, k: int) -> Array:
         both = jnp.stack([first, median])
         order_N = order_N.at[both].set(order_N[both[::-1]])
         value_N, pivot = x_N[order_N], x_N[order_N[first]]
-        # One scan goes up and stops at numbers that are not greater, one goes down and stops at those that are
-        # not smaller. What they stop at is exchanged, until they meet.
+        # One scan goes up and stops at numbers that are not greater, one goes down and stops at those that
+        # are not smaller. What they stop at is exchanged, until they meet.
         is_up_N = (place_N > first) & (place_N < last) & (value_N <= pivot)
         is_down_N = (place_N >= first) & (place_N < last) & (value_N >= pivot)
         up_N = _places(is_up_N, jnp.cumsum(is_up_N), never)
