@@ -15,6 +15,7 @@ Needs torch and transformers.
 
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,15 @@ def numbers(asked: Any, name: str) -> list[str]:
     return sorted((k.split(".")[1] for k in asked.files if k.startswith(f"{name}.")), key=int)
 
 
+def one_by_one(packed: Arrays) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the matrices of experts by the names that transformers gives them in a folder of its own."""
+    for theirs, own in (("gate_and_up_projs", "up_proj"), ("down_projs", "down_proj")):
+        for name, x in packed.items():
+            if name.endswith(f".experts.{theirs}"):
+                for number, matrix in enumerate(x):
+                    yield f"{name.removesuffix(theirs)}{number}.{own}.weight", matrix.T
+
+
 def run(folder: Path, requests: Path, out: Path) -> None:
     peer, asked, found = Peer(folder), np.load(requests), {}
     for c in numbers(asked, "tokens"):
@@ -157,7 +167,7 @@ def run(folder: Path, requests: Path, out: Path) -> None:
         (-log_probs[-len(supervised) - 1 : -1].gather(1, supervised[:, None]).sum()).backward()
         found[f"log_probs.{c}"] = log_probs.detach().numpy()
     by_name: Arrays = on_disk(gradients(peer.model))
-    found |= {f"grad.{k}": x for k, x in by_name.items()}
+    found |= {f"grad.{k}": x for k, x in [*by_name.items(), *one_by_one(by_name)]}
     for p in numbers(asked, "prompt"):
         answer, gaps = peer.answer(asked[f"prompt.{p}"].tolist(), asked[f"sound.{p}"])
         found |= {f"answer.{p}": np.asarray(answer), f"gaps.{p}": np.asarray(gaps)}
