@@ -16,7 +16,7 @@ from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields, must_be
 from jaxthd.hf.llama import GRANITE
-from jaxthd.hf.peft import lora_fields, read_lora, with_lora
+from jaxthd.hf.lora import lora_fields, read_lora, target_modules, with_lora
 from jaxthd.hf.speech_llm import Names, Part, SpeechLLM, below_language_model
 from jaxthd.models.front_ends import GraniteConformer
 
@@ -88,7 +88,7 @@ def _lora_fields(adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:
 
 def _tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
     found = GRANITE_SPEECH.tensors(model, fields, shapes)
-    return with_lora(found, shapes, base="", low_rank="") if fields.get("lora") else found
+    return with_lora(found, shapes) if fields.get("lora") else found
 
 
 GRANITE_SPEECH = SpeechLLM(
@@ -123,7 +123,7 @@ FAMILY = replace(
     GRANITE_SPEECH.family(),
     gives="encoder, adapter and LLM, with its LoRA",
     tensors=_tensors,
-    lora=read_lora,
+    lora=lambda fields: read_lora(lora, target_modules(lora)) if (lora := fields.get("lora")) else None,
     lora_fields=lambda model, adapt, adapted: _lora_fields(adapt, adapted),
     adapter="has_lora_adapter",
 )

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 from jaxthd.config import LLMConfig
 from jaxthd.errors import UserError
-from jaxthd.files.tensor_names import Shape, Tensor, matrix, tensors
+from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.decoder import Decoder
 from jaxthd.hf.fields import Fields, read_fields, required
+from jaxthd.hf.lora import with_lora
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.packed_experts import PACKED, ExpertForm, packed
 from jaxthd.hf.qwen3 import QWEN3, QWEN3_MOE
@@ -82,6 +83,8 @@ _OF_AUTOMODEL = (
     (r"^backbone\.", "model."),
 )
 """Beginnings of transformers' names -> Automodel's."""
+_IN_PEFT = "base_model.model."
+"""Stands before the names of a model that peft has wrapped."""
 _HELD = re.compile(r"(\.mixer\.)(?=(A_log|D|dt_bias)$)")
 
 
@@ -176,38 +179,22 @@ def decoder_for(llm: LLMConfig) -> Decoder:
 
 
 def llm_tensors(
-    llm: LLMConfig, settings: Fields, shapes: Mapping[str, Shape], naming: Naming, *, with_lora: bool
+    llm: LLMConfig, settings: Fields, shapes: Mapping[str, Shape], naming: Naming, *, has_lora: bool
 ) -> Iterator[Tensor]:
-    """The LLM's tensors by NeMo's names. settings: its config.json. with_lora: whether its low-rank matrices
+    """The LLM's tensors by NeMo's names. settings: its config.json. has_lora: whether its low-rank matrices
     are there too."""
     found = decoder_of(settings).tensors(llm, settings, shapes)
     embedding = next(found)  # the first is the embedding
     yield embedding._replace(name=naming.embedding)
-    theirs = "llm.base_model.model." if with_lora and not naming.is_automodel else "llm."
-    for tensor in packed(found, lambda _: naming.experts):
+    found, theirs = packed(found, lambda _: naming.experts), "llm."
+    if has_lora and naming.is_automodel:
+        found = with_lora(found, shapes)
+    elif has_lora:
+        found, theirs = with_lora(found, shapes, base=".base_layer", low_rank=".default"), f"llm.{_IN_PEFT}"
+    for tensor in found:
         name = tensor.name
         if naming.is_automodel:
             for pattern, new in _OF_AUTOMODEL:
                 name = re.sub(pattern, new, name)
             name = _HELD.sub(rf"\1{naming.holder}", name)
-        tensor = tensor._replace(name=name)
-        yield from _with_lora(tensor, shapes, theirs, naming) if with_lora else [_below(theirs, tensor)]
-
-
-def _below(theirs: str, tensor: Tensor) -> Tensor:
-    return tensor._replace(name=theirs + tensor.name)
-
-
-def _with_lora(tensor: Tensor, shapes: Mapping[str, Shape], theirs: str, naming: Naming) -> Iterator[Tensor]:
-    """The tensor with the low-rank matrices of its projection, if it has any."""
-    module, name = tensor.slices[0].name.removesuffix(".w"), tensor.name.removesuffix(".weight")
-    if f"{module}.lora.a" not in shapes or len(tensor.slices) > 1:
-        yield _below(theirs, tensor)
-        return
-    adapter = "" if naming.is_automodel else ".default"
-    low_rank = {
-        f"{name}.lora_A{adapter}.weight": matrix("a"),
-        f"{name}.lora_B{adapter}.weight": matrix("b"),
-    }
-    yield from tensors(low_rank, shapes, theirs, f"{module}.lora.", tensor.slices[0].at)
-    yield tensor._replace(name=f"{theirs}{name}{'' if naming.is_automodel else '.base_layer'}.weight")
+        yield tensor._replace(name=theirs + name)

@@ -17,9 +17,10 @@ from jaxthd.config import AdaptConfig, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.tensor_names import Shape, Tensor
 from jaxthd.hf.decoder import token_fields
-from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family, TokenIds
+from jaxthd.hf.family import ADAPTER, ENCODER, LLM, Family, Settings, TokenIds
 from jaxthd.hf.fields import Fields
 from jaxthd.hf.generation_config import one_or_all
+from jaxthd.hf.lora import AUTOMODEL, MERGED, PEFT, lora_fields, read_lora, scale_of, stored_modules
 from jaxthd.hf.nemo_llm import (
     PUBLISHED,
     Naming,
@@ -39,7 +40,6 @@ from jaxthd.hf.nemo_perception import (
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.reader import Reader, merged_lora
 from jaxthd.hf.salm_files import AUDIO_TAG, complete_folder
-from jaxthd.hf.salm_lora import MERGED, lora_fields, lora_modules, read_lora, scale_of
 
 KIND = "nemo_salm"
 """Stands for the model_type: older folders have none, and newer ones that of another model of NeMo too."""
@@ -57,10 +57,10 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
     """The family of a folder with its own names of tensors, and its settings with the LLM's."""
     settings = llm_settings(fields, reader.path)
     decoder_of(settings)
-    naming, modules = Naming.of_folder(reader.shapes), lora_modules(reader.shapes)
+    naming, modules = Naming.of_folder(reader.shapes), stored_modules(reader.shapes)
     lora = fields.get("lora") or {}
     if modules & {*MERGED}:
-        scale = scale_of(lora, is_automodel=naming.is_automodel)
+        scale = scale_of(lora, _lora_form(naming))
         reader, modules = merged_lora(reader, scale, only=MERGED), modules - {*MERGED}
     fields = {
         "use_nemo_automodel": naming.is_automodel,
@@ -77,9 +77,7 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
         tensors=partial(_tensors, naming=naming),
         ignored=(*family.ignored, *unread_perception(fields["perception"])),
         lora=partial(_lora, modules=modules, naming=naming),
-        lora_fields=lambda model, adapt, adapted: lora_fields(
-            adapt, adapted, is_automodel=naming.is_automodel
-        ),
+        lora_fields=lambda model, adapt, adapted: lora_fields(adapt, adapted, _lora_form(naming)),
     )
     return changed, {name: x for name, x in fields.items() if name != "lora" or x}, reader
 
@@ -95,7 +93,11 @@ def _configure(fields: Fields, model: ModelConfig, *, bfloat16_filters: bool = F
 
 def _lora(fields: Fields, *, modules: frozenset[str], naming: Naming) -> AdaptConfig | None:
     lora = fields.get("lora")
-    return read_lora(lora, modules, is_automodel=naming.is_automodel) if lora else None
+    return read_lora(lora, modules, _lora_form(naming)) if lora else None
+
+
+def _lora_form(naming: Naming) -> Settings:
+    return AUTOMODEL if naming.is_automodel else PEFT
 
 
 def _fields(model: ModelConfig) -> dict[str, Any]:
@@ -140,7 +142,7 @@ def _tensors(
     naming = naming or Naming.of_model(decoder_of(settings), model.llm)
     if naming.is_automodel and model.llm.tied_embedding:
         naming = naming._replace(embedding="llm.lm_head.weight")
-    yield from llm_tensors(model.llm, settings, shapes, naming, with_lora=bool(fields.get("lora")))
+    yield from llm_tensors(model.llm, settings, shapes, naming, has_lora=bool(fields.get("lora")))
 
 
 def _token_fields(tokens: TokenIds) -> dict[str, Any]:
@@ -148,8 +150,7 @@ def _token_fields(tokens: TokenIds) -> dict[str, Any]:
 
 
 def _lora_fields(model: ModelConfig, adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:
-    is_automodel = Naming.of_model(decoder_for(model.llm), model.llm).is_automodel
-    return lora_fields(adapt, adapted, is_automodel=is_automodel)
+    return lora_fields(adapt, adapted, _lora_form(Naming.of_model(decoder_for(model.llm), model.llm)))
 
 
 def _tokenizers(path: Path, fields: Fields) -> Iterable[Path]:

@@ -306,7 +306,7 @@ def _tensors(
         yield from tensors(model.encoder.tensors(), shapes, ours="encoder.")
         yield from tensors({"perception.proj": "out"}, shapes, ours="adapter.")
     settings = {**fields["text_config"], "model_type": "nemotron_h"}
-    yield from llm_tensors(model.llm, settings, shapes, naming, with_lora=False)
+    yield from llm_tensors(model.llm, settings, shapes, naming, has_lora=False)
 
 
 def _token_fields(tokens: TokenIds) -> dict[str, Any]:

@@ -293,7 +293,7 @@ def test_packed_experts_are_the_experts_one_by_one(experts, tmp_path):
             )
     naming = Naming.of_folder(stored)
     assert (naming.is_automodel, naming.experts) == (True, experts)
-    table = list(llm_tensors(llm, fields, shapes, naming, with_lora=False))
+    table = list(llm_tensors(llm, fields, shapes, naming, has_lora=False))
     assert {t.name for t in table} == stored.keys()
     assert all(t.shape == stored[t.name].shape for t in table)
     ours = arranged(table, stored, shapes)

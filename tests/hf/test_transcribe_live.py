@@ -112,10 +112,10 @@ def library(request: pytest.FixtureRequest) -> Library:
     return Library(python)
 
 
-def examples(folder: Path, rng: np.random.Generator) -> list[Example]:
+def examples(folder: Path, rng: np.random.Generator, lengths: Sequence[float] = SECONDS) -> list[Example]:
     """A recording of each length with a transcript of two speakers."""
     found = []
-    for n, seconds in enumerate(SECONDS):
+    for n, seconds in enumerate(lengths):
         path = folder / f"{n}.wav"
         soundfile.write(path, talk(n, round(16000 * seconds), 5), 16000, subtype="PCM_16")
         words = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 30))))
@@ -255,6 +255,55 @@ def test_transcribe_in_and_out(name: str, library: Library, tmp_path: Path, reco
     assert all(ours[key].tobytes() == x.tobytes() for key, x in theirs.items())
     if case["dtype"] == "float32":
         check_trained(config, folder, spoken, asking, asked, tmp_path, library, record_property)
+
+
+LONG = (100.0, 85.3, 143.7, 0.3, 121.0, 41.2)
+"""Seconds. Most of them fill a cache more than once, after which some outputs are in it for several speakers:
+their scores are equal."""
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_full_caches_of_other_models(
+    seed: int, library: Library, tmp_path: Path, record_property: Any
+) -> None:
+    """Sizes of the diarizer and its cache are drawn, for every other seed as published."""
+    folder, rng = tmp_path / "model", np.random.default_rng(seed)
+    changes = PUBLISHED if seed % 2 == 0 else drawn(rng)
+    case = {"filters": "bfloat16", "form": "published", "dtype": "float32", "changes": changes}
+    (tmp_path / "settings.json").write_text(json.dumps({**case, "seed": seed}))
+    library("make", folder, tmp_path / "settings.json")
+    config = config_of(folder)
+    made = SpeechDocuments(config, load_tokenizer(folder), train=False)
+    spoken = examples(tmp_path, rng, LONG)
+    documents = [made(example) for example in spoken]
+    assert all(isinstance(document, Document) for document in documents), documents
+    asked = asked_of(documents, [], [clip for example in spoken for clip in example.clips])
+    np.savez(tmp_path / "asked.npz", **{k: x for k, x in asked.items() if not k.startswith("first")})
+    library("run", folder, tmp_path / "asked.npz", tmp_path / "found.npz")
+    found = dict(np.load(tmp_path / "found.npz"))
+    worst = compare_scores(config, folder, documents, found)
+    record_property(f"{seed}: log-probabilities", f"{worst:.1e}, margin {float(found['margin']):.1e}")
+    assert worst <= 2e-5
+
+
+def drawn(rng: np.random.Generator) -> dict[str, Any]:
+    """Sizes of a diarizer whose cache is full after some seconds."""
+    speakers, chunk = int(rng.integers(2, 6)), int(rng.integers(40, 200))
+    streaming = {
+        "num_speakers": speakers,
+        "speaker_cache_length": speakers * int(rng.integers(4, 24)) + int(rng.integers(speakers)),
+        "speaker_cache_silence_frames_per_speaker": int(rng.integers(2)),
+    }
+    sizes = {
+        "streaming_config": streaming,
+        "head_config": {"num_speakers": speakers},
+        "chunk_length": chunk,
+        "chunk_left_context": int(rng.integers(30)),
+        "chunk_right_context": int(rng.integers(30)),
+        "fifo_length": int(rng.integers(1, 60)),
+        "speaker_cache_update_period": int(rng.integers(1, chunk)),
+    }
+    return {"audio_config": {"diarization_config": sizes}}
 
 
 def check_trained(

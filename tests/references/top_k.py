@@ -12,7 +12,15 @@ import torch
 
 FILE = Path(__file__).with_name("top_k.npz")
 ROWS = 24
-SIZES = ((12, 64, 5), (189, 300, 33), (66, 200, 1), (200, 330, 2), (200, 330, 3), (20, 190, 16), (190, 900, 188))
+SIZES = (
+    (12, 64, 5),
+    (189, 300, 33),
+    (66, 200, 1),
+    (200, 330, 2),
+    (200, 330, 3),
+    (20, 190, 16),
+    (190, 900, 188),
+)
 """(fewest numbers, most, k)."""
 EMPTY, MOST = -128, 127
 """Stand for -inf and inf."""
@@ -47,7 +55,11 @@ def main() -> None:
             chosen[r, torch.topk(torch.from_numpy(floats(x[r, :count])), k, sorted=False)[1].numpy()] = True
             counts.append(count)
         name = f"{most}.{k}"
-        out |= {f"x.{name}": x, f"count.{name}": np.asarray(counts), f"chosen.{name}": np.packbits(chosen, axis=1)}
+        out |= {
+            f"x.{name}": x,
+            f"count.{name}": np.asarray(counts),
+            f"chosen.{name}": np.packbits(chosen, axis=1),
+        }
     np.savez_compressed(FILE, **out)
 
 

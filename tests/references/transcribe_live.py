@@ -5,10 +5,10 @@
 
 make: a random model with its tokenizers and its processor. SETTINGS has seed and changes, fields of
 config.json that differ from FIELDS. run: what the folder's model and processor make of each document alone
-(tokens.c, with one placeholder; samples.c; first.c: the first supervised token): the log-probabilities of all
-tokens at every position, the speakers, and the gradient of the sum of -log p of the supervised tokens; a
-greedy answer to each prompt (prompt.p, sound.p). margin: the least distance from another choice of the
-experts, and of the diarizer.
+(tokens.c, with one placeholder; samples.c; first.c: the first supervised token; without it, no gradient): the
+log-probabilities of all tokens at every position, the speakers, and the gradient of the sum of -log p of the
+supervised tokens; a greedy answer to each prompt (prompt.p, sound.p). margin: the least distance from another
+choice of the experts, and of the diarizer.
 
 Needs torch and transformers.
 """
@@ -162,12 +162,16 @@ def run(folder: Path, requests: Path, out: Path) -> None:
     for c in numbers(asked, "tokens"):
         given = peer.given(asked[f"tokens.{c}"].tolist(), asked[f"samples.{c}"])
         found[f"speakers.{c}"] = peer.speakers(given).numpy()
-        log_probs = peer.logits(given).log_softmax(-1)
-        supervised = torch.tensor(asked[f"tokens.{c}"].tolist()[int(asked[f"first.{c}"]) :])
-        (-log_probs[-len(supervised) - 1 : -1].gather(1, supervised[:, None]).sum()).backward()
+        has_gradient = f"first.{c}" in asked.files
+        with torch.set_grad_enabled(has_gradient):
+            log_probs = peer.logits(given).log_softmax(-1)
+        if has_gradient:
+            supervised = torch.tensor(asked[f"tokens.{c}"].tolist()[int(asked[f"first.{c}"]) :])
+            (-log_probs[-len(supervised) - 1 : -1].gather(1, supervised[:, None]).sum()).backward()
         found[f"log_probs.{c}"] = log_probs.detach().numpy()
-    by_name: Arrays = on_disk(gradients(peer.model))
-    found |= {f"grad.{k}": x for k, x in [*by_name.items(), *one_by_one(by_name)]}
+    if numbers(asked, "first"):
+        by_name: Arrays = on_disk(gradients(peer.model))
+        found |= {f"grad.{k}": x for k, x in [*by_name.items(), *one_by_one(by_name)]}
     for p in numbers(asked, "prompt"):
         answer, gaps = peer.answer(asked[f"prompt.{p}"].tolist(), asked[f"sound.{p}"])
         found |= {f"answer.{p}": np.asarray(answer), f"gaps.{p}": np.asarray(gaps)}
