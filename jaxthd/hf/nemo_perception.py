@@ -229,7 +229,7 @@ def perception_tensors(
 
 
 def encoder_prefix(kind: str) -> str:
-    """What stands before the names of the encoder's tensors, with this connector."""
+    """The beginning of the names of the encoder's tensors behind this connector."""
     return "perception.encoder." if kind == IDENTITY else "perception.encoder_multilayer.encoder."
 
 

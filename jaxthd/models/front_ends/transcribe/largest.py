@@ -1,4 +1,4 @@
-"""Which k numbers are the largest; of equal ones those that torch.topk chooses on the same platform.
+"""The k largest of many numbers; of equal ones those that torch.topk chooses on the same platform.
 
 A speaker cache that has been full holds some outputs for several speakers. Their scores are equal, and which
 of them is chosen decides in which order they lie in the next cache. On a GPU torch chooses the first ones, as
