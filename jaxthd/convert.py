@@ -9,8 +9,9 @@ text-only. Train from the folder with --train.init-from, or from the sources the
 
 export reads the workdir of a run, or what import wrote (RUN@best and RUN@STEP choose a checkpoint, RUN@ema
 the averaged parameters), and writes one of the formats below. Low-rank matrices (LoRA) are merged into
-their projections; salm keeps them. The default is a format that holds the whole model (not salm) or, if there
-is none, formats that hold parts. Weights of a vision tower are copied from --like, or absent.
+their projections; salm keeps them, and peft holds them alone, for a server that has the base. The default is
+a format that holds the whole model (not salm) or, if there is none, formats that hold parts. Weights of a
+vision tower are copied from --like, or absent.
 config.json and generation_config.json name every token that ends an answer: what the run's template writes,
 and what its tokenizer and --like name. Other entries of generation_config.json are kept.
 """
@@ -47,7 +48,8 @@ from jaxthd.hf.checkpoint import Checkpoint, open_checkpoint
 from jaxthd.hf.export import export
 from jaxthd.hf.family import Family, TokenIds
 from jaxthd.hf.generation_config import added_end_tokens, write_generation_config
-from jaxthd.hf.registry import FORMATS, export_families, formats_help
+from jaxthd.hf.peft_folder import export_adapter
+from jaxthd.hf.registry import FORMATS, PEFT, export_families, formats_help
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.run.on_failure import RemovedOnFailure
@@ -96,6 +98,8 @@ def export_weights(
     if not is_run(path):
         raise UserError(f"{path} holds no checkpoints; expected the workdir of a run, or what import wrote")
     config = replace(read_config(path), mesh=MeshConfig())
+    if form == PEFT:
+        return [export_lora(source, config, out, dtype=dtype, like=like)]
     original = open_checkpoint(like) if like else None
     families = export_families(config.model, form, original.family if original else None)
     folders = {out / name: _as_original(family, original) for name, family in families.items()}
@@ -134,6 +138,26 @@ def export_weights(
             if family.finish:
                 family.finish(folder, _chat_template(config.data, folder))
     return list(folders)
+
+
+def export_lora(
+    source: str | Path, config: Config, out: Path, *, dtype: str = "float32", like: Path | None = None
+) -> Path:
+    """Writes the run's low-rank matrices as a folder of peft's into `out`; returns it.
+
+    config: the run's, on one device. Otherwise as export_weights. Raises UserError for a run without LoRA,
+    and for LoRA on what no family holds by itself.
+    """
+    families = export_families(config.model, None, open_checkpoint(like).family if like else None)
+    family = families.get("") or families["llm"]
+    mesh = make_mesh(config.mesh)
+    arrays = named_weights(load_weights([source], Blueprint(config), mesh, partly=False))
+    take, shapes = partial(_taken, arrays, _indexing(mesh)), {name: x.shape for name, x in arrays.items()}
+    with RemovedOnFailure(out):
+        out.mkdir(parents=True, exist_ok=True)
+        base = str(like or "")
+        export_adapter(config.model, config.adapt, shapes, take, family, out, dtype=dtype, base=base)
+    return out
 
 
 def _as_original(family: Family, original: Checkpoint | None) -> Family:

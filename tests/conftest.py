@@ -40,6 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--python-reference", default=sys.executable, help="an interpreter with torch and transformers"
     )
+    parser.addoption("--vllm-source", default="", help="a folder with the unpacked wheel of vLLM 0.33")
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -55,7 +55,7 @@ class Decoder:
     expected: fields -> the only values of them that jaxthd computes with.
     rotary: whether heads are rotated, and whether that may be a share of each.
     embedding, body, norm: names on disk: of the embedding, before those of the layers and of the final norm,
-        and of that.
+        and of that. memory: as in Family.
     """
 
     title: str
@@ -68,6 +68,7 @@ class Decoder:
     rotary: Literal["none", "whole", "partial"] = "whole"
     embedding: str = "model.embed_tokens.weight"
     body: str = "model."
+    memory: Mapping[str, str] = field(default_factory=dict)
     norm: str = "norm"
 
     @property
@@ -275,6 +276,7 @@ class Decoder:
             ignored=("lm_head.weight",),  # a tied embedding may be copied as the head
             token_fields=token_fields,
             mtp_tensors=self.mtp_prefixes,
+            memory=self.memory,
         )
 
 

@@ -111,6 +111,8 @@ def _overlaid(original: Fields, ours: Mapping[str, Any], meaningless: Collection
     for name, value in ours.items():
         old = {"text_config": "llm_config", "audio_config": "sound_config"}.get(name, name)
         key = name if name in original or old not in original else old
+        if key != name and key in ours:
+            continue  # under its other name it is ours too
         if key in _ORIGINALS or key in meaningless:
             merged.setdefault(key, value)
         elif isinstance(value, Mapping) and isinstance(original.get(key), Mapping):

@@ -1,7 +1,7 @@
 """Families of checkpoints: the settings in config.json, the names of the tensors."""
 
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -67,6 +67,8 @@ class Family:
     float32: patterns of tensors that an export never rounds, besides KEPT_FLOAT32.
     data: (fields) -> settings of DataConfig with which the published model is used: its template, the form of
         its answers. {}: a chat template beside the tokenizer says it.
+    memory: beginnings of names of tensors on disk -> what they are in transformers' memory, where that is
+        something else.
     meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
     """
 
@@ -93,6 +95,14 @@ class Family:
     float32: tuple[str, ...] = ()
     data: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     meaningless: Callable[[ModelConfig], Collection[str]] = lambda model: ()
+    memory: Mapping[str, str] = field(default_factory=dict)
+
+    def in_memory(self, name: str) -> str:
+        """The name that a tensor on disk has in transformers' memory."""
+        for disk, memory in self.memory.items():
+            if name.startswith(disk):
+                return memory + name.removeprefix(disk)
+        return name
 
     def holds(self, name: str) -> bool:
         """Whether such a checkpoint holds our array of this name."""

@@ -113,7 +113,16 @@ GRANITE_SPEECH = SpeechLLM(
     },
     adapter=_adapter,
     audio_token="audio_token_index",
-    names=Names(text=below_language_model, audio="", projector="projector.", projection={"linear": "out"}),
+    names=Names(
+        text=below_language_model,
+        audio="",
+        projector="projector.",
+        projection={"linear": "out"},
+        memory={
+            "language_model.model.": "model.language_model.",
+            **{f"{part}.": f"model.{part}." for part in ("encoder", "projector")},
+        },
+    ),
     data={
         "template": "chat_template",
         "prompt": "{audio}can you transcribe the speech into a written format?",

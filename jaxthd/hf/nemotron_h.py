@@ -127,6 +127,7 @@ NEMOTRON_H = NemotronH(
     rotary="none",
     embedding="backbone.embeddings.weight",
     body="backbone.",
+    memory={"backbone.": "model."},
     norm="norm_f",
     expected={
         "attention_bias": False,

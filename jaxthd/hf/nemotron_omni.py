@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import ModelConfig
+from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.errors import UserError
 from jaxthd.files.tensor_names import Shape, Tensor, tensors
 from jaxthd.hf.decoder import token_fields
@@ -18,6 +19,7 @@ from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.parakeet import encoder_config, encoder_fields, encoder_tensors
 
 _PROJECTION_EPS = 1e-5
+_VLLM_S_OWN = ("attention_bias", "scale_input")
 
 _NO_VISION = {
     "vision_config": {
@@ -73,16 +75,19 @@ def _fields(model: ModelConfig) -> dict[str, Any]:
             'omni format holds an adapter of the form "relu2" with an inner dim and no bias, and norms of '
             f"epsilon {_PROJECTION_EPS}: choose --format parts"
         )
-    audio = encoder_fields(model)
-    audio |= {"projection_hidden_size": model.adapter_dim, "projection_bias": False}
-    text = NEMOTRON_H.write(model.llm)
+    audio, text = encoder_fields(model), NEMOTRON_H.write(model.llm)
     for part in (audio, text):
         del part["architectures"]
+    audio |= {"projection_hidden_size": model.adapter_dim, "projection_bias": False}
+    # vLLM has these by itself, and refuses a config that has them too; it knows no other values of them.
+    served = {name: value for name, value in audio.items() if name not in _VLLM_S_OWN}
+    is_served = not any(audio[name] for name in _VLLM_S_OWN)
     return {
         "architectures": ["NemotronH_Omni_Reasoning_V3"],
         "model_type": "nemotron_h_omni",
         "text_config": text,
         "audio_config": audio,
+        **({"sound_config": served | {"sampling_rate": SAMPLE_RATE}} if is_served else {}),
         **_NO_VISION,
     }
 
@@ -119,5 +124,6 @@ FAMILY = Family(
     ),
     token_fields=_token_fields,
     mtp_tensors=lambda fields: ("language_model.mtp.",),
-    meaningless=lambda model: NEMOTRON_H.meaningless_fields(model.llm),
+    # The released folders' own names, which their code and vLLM read.
+    meaningless=lambda model: (*NEMOTRON_H.meaningless_fields(model.llm), "model_type", "architectures"),
 )

@@ -76,7 +76,11 @@ QWEN3_ASR = SpeechLLM(
     parts={AUDIO: _PART},
     adapter=_adapter,
     names=replace(
-        Q2A_NAMES, text=_text, audio="model.audio_tower.", projector="model.multi_modal_projector."
+        Q2A_NAMES,
+        text=_text,
+        audio="model.audio_tower.",
+        projector="model.multi_modal_projector.",
+        memory={},
     ),
     data={"template": "chat_template", "answer": "qwen3_asr"},
 )
@@ -89,6 +93,7 @@ AUTHORS = replace(
         audio="thinker.audio_tower.",
         projector="thinker.audio_tower.",
         projection={"proj1": "up", "proj2": "out"},
+        memory={"thinker.": ""},
     ),
     text_ties=True,
     above="thinker_config",

@@ -58,6 +58,7 @@ QWEN2_5_OMNI = replace(
         projector=AUTHORS.names.projector,
         projection={"proj": "out"},
         encoder=_encoder,
+        memory=AUTHORS.names.memory,
     ),
     ignored=(*_UNREAD, "thinker.audio_tower.audio_bos_eos_token.weight"),
     data={"template": "chat_template"},

@@ -56,13 +56,16 @@ FAMILIES: tuple[Family, ...] = (
     adapter.FAMILY,
 )
 
-FORMATS = ("parts", *dict.fromkeys(family.format for family in FAMILIES))
-"""The forms of an export: a folder in a family's format; or "parts", a folder for each part of the model."""
+PEFT = "peft"
+FORMATS = ("parts", PEFT, *dict.fromkeys(family.format for family in FAMILIES))
+"""The forms of an export: a folder in a family's format; "parts", a folder for each part of the model; PEFT,
+the LoRA alone."""
 
 
 def formats_help() -> str:
     """FORMATS with what each of them is, a line each."""
     lines = {"parts": "a folder for each part of the model, in the formats below that hold one part"}
+    lines[PEFT] = "the low-rank matrices alone, as peft writes them, with the names of the model's family"
     for family in FAMILIES:
         text = f"{family.title}: {family.gives}"
         lines[family.format] = f"{lines[family.format]}; {text}" if family.format in lines else text

@@ -56,13 +56,14 @@ class Part:
 class Names:
     """Names of tensors on disk. text: (a decoder's name) -> the name. audio, projector: before those of the
     encoder and the projector. projection: the table of the adapter's tensors. encoder: (encoder) -> the table
-    of its own."""
+    of its own. memory: as in Family."""
 
     text: Callable[[str], str]
     audio: str
     projector: str
     projection: Table
     encoder: Callable[[FrontEnd], Table] = lambda encoder: encoder.tensors()
+    memory: Mapping[str, str] = field(default_factory=dict)
 
 
 def below_language_model(name: str) -> str:
@@ -75,6 +76,10 @@ Q2A_NAMES = Names(
     audio="audio_tower.",
     projector="multi_modal_projector.",
     projection={"linear_1": "up", "linear_2": "out"},
+    memory={
+        "language_model.model.": "model.language_model.",
+        **{f"{part}.": f"model.{part}." for part in ("audio_tower", "multi_modal_projector")},
+    },
 )
 """Qwen2-Audio's names, which most of these families have."""
 
@@ -234,4 +239,5 @@ class SpeechLLM:
             recognises=self.recognises,
             float32=self.float32,
             data=lambda fields: dict(self.data),
+            memory=self.names.memory,
         )
