@@ -20,19 +20,23 @@ import time
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
-from jaxthd.data.example import Example, user_turn
+from jaxthd.data.example import Example, Turn, user_turn
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.jsonl import read_lines
+from jaxthd.inference.alignment.aligner import require_ctc
+from jaxthd.inference.alignment.files import write_word_times
 from jaxthd.inference.asking import answer_all
 from jaxthd.inference.chat import chat, say, show_answers
 from jaxthd.inference.generator import Answer, Generator, check_sampling
-from jaxthd.inference.model import load, why_skipped
+from jaxthd.inference.model import Model, load, why_skipped
 from jaxthd.run.on_failure import RemovedOnFailure
+from jaxthd.run.outputs import OutputFolder
 from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, parse_command_line
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -56,6 +60,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "chat": {"type": Path, "help": "JSONL of conversations to answer, in the formats of a manifest"},
     "out": {"type": Path, "metavar": "FILE", "help": "JSONL file that the answers are appended to"},
+    "word-times": {
+        "type": Path,
+        "metavar": "FOLDER",
+        "help": "folder for when each word of an answer is said, of a model that was trained with CTC: the "
+        "files of jaxthd align",
+    },
     "json": {"action": "store_true", "help": "write a JSON object for each answer, when it is whole"},
     **SAMPLING,
     "max-new-tokens": {"type": int, "default": 256, "help": "most tokens of an answer, 256 by default"},
@@ -68,13 +78,16 @@ def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("generate", argv, OPTIONS, __doc__)
     config, options, weights = line.config, line.options, line.weights()
     _check(options, weights)
+    if options.word_times:
+        require_ctc(config)
     line.require_least(batch=1, max_new_tokens=1)
     check_sampling(options.temperature, options.top_k, options.top_p)
     conversations = _conversations(options, config.data)
     batch = options.batch or (min(len(conversations), 8) if conversations else 1)
     settings = line.sampling()
     with _receiving(options.out):
-        generator = load(weights, config, batch=batch, max_new_tokens=options.max_new_tokens).generator
+        model = load(weights, config, batch=batch, max_new_tokens=options.max_new_tokens)
+        generator = model.generator
         if not conversations:
             chat(generator, settings, options.out)
             return
@@ -87,6 +100,8 @@ def main(argv: list[str] | None = None) -> None:
             as_json=options.json,
         )
         say(_summary(answers, time.perf_counter() - start, generator))
+        if options.word_times:
+            _write_word_times(model, conversations, answers, options.word_times)
         if why := why_skipped(answers):
             raise UserError(why)
 
@@ -103,6 +118,10 @@ def _receiving(out: Path | None) -> Iterator[None]:
 
 
 def _check(options: Namespace, weights: Sequence[str]) -> None:
+    if options.word_times and not (options.audio or options.chat):
+        raise UserError(
+            "--word-times is given without recordings; expected --audio or --chat with it: add one"
+        )
     if options.json and not (options.audio or options.prompt is not None or options.chat):
         raise UserError("--json is given for a chat; expected --audio, --prompt or --chat with it: add one")
     if not weights:
@@ -127,6 +146,27 @@ def _conversations(options: Namespace, data: DataConfig) -> list[Example]:
         Example(f"{number}:{', '.join(map(str, paths))}", (user_turn(prompt, paths, data.audio_placeholder),))
         for number, paths in enumerate(together, 1)
     ]
+
+
+def _write_word_times(
+    model: Model, conversations: Sequence[Example], answers: Sequence[Answer], folder: Path
+) -> None:
+    """Writes when the words of the answers are said, and says which recordings have no such times."""
+    told = [
+        replace(asked, turns=(*asked.turns, Turn("assistant", (answer.text,))))
+        for asked, answer in zip(conversations, answers, strict=True)
+        if answer.windows == 1 and answer.text.strip() and answer.end != "skipped"
+    ]
+    found = model.align(told) if told else []
+    for aligned in found:
+        if aligned.reason:
+            say(f"{aligned.key}: its words have no times: {aligned.reason}")
+    for answer in answers:
+        if answer.windows > 1:
+            say(f"{answer.key}: its words have no times: it was read in {answer.windows} windows")
+    timed = [aligned for aligned in found if not aligned.reason]
+    write_word_times(OutputFolder(folder), timed)
+    say(f"{sum(len(x.words) for x in timed)} words in time: {folder}")
 
 
 def _summary(answers: Sequence[Answer], seconds: float, generator: Generator) -> str:

@@ -175,7 +175,7 @@ def test_what_cannot_be_scored_is_named():
     alone = config_for(MeshConfig(), rows=1, microbatches=1)
     long = document("long", Spec(65), np.random.default_rng(0))
     with jax.enable_x64(True):
-        with pytest.raises(UserError, match=r"'long' cannot be scored: its 65 token slots exceed"):
+        with pytest.raises(UserError, match=r"'long' cannot be packed: its 65 token slots exceed"):
             Model(alone, weights()).score([documents()[0], long])
         with pytest.raises(UserError, match="2 documents have 1 keys"):
             Model(alone, weights()).score([long, long])

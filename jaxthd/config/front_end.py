@@ -14,7 +14,7 @@ from importlib import import_module
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from jaxtyping import Float32
+from jaxtyping import Float32, Int
 
 from jaxthd.config.findings import Finding
 from jaxthd.config.kinds import Kinds
@@ -211,6 +211,13 @@ class FrontEnd:
     def seconds(self, frames: int | float) -> float:
         """Seconds of so many frames."""
         return frames * self.frame_samples / SAMPLE_RATE
+
+    def frame_of_output(self, outputs: Int[np.ndarray, " outputs"]) -> Int[np.ndarray, " outputs"]:
+        """The frame of the audio arrays at which each of these of their outputs begins: those of a unit begin
+        evenly, so its last may have fewer frames."""
+        frames, made = self.unit
+        units, inside = np.divmod(outputs, made)
+        return units * frames + inside * -(-frames // made)
 
     def taken(self, pieces: Iterable[Any]) -> int:
         """Frames of the audio arrays that pieces take. pieces: packing.document.AudioPiece."""

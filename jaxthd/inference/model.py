@@ -16,12 +16,13 @@ from jaxthd.checkpoints.sources import open_settings, published_config
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
 from jaxthd.data.example import Clip, Example, Samples, Turn, user_turn
-from jaxthd.data.loader import make_loader
+from jaxthd.data.loader import Loader, make_loader
 from jaxthd.data.skipped import SkipLog, Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer, load_tokenizer
 from jaxthd.errors import UserError
+from jaxthd.inference.alignment.aligner import AlignedDocument, Aligner
 from jaxthd.inference.asking import answer_all
 from jaxthd.inference.generator import Answer, AnswerDelta, Generator, for_generation, whole_answer
 from jaxthd.inference.scorer import DocumentScores, Scorer, of_document
@@ -125,6 +126,11 @@ class Model:
             self._scorers[key] = Scorer(self.blueprint, self.mesh, top_k=top_k, every_token=every_token)
         return self._scorers[key]
 
+    @cached_property
+    def aligner(self) -> Aligner:
+        """The program that finds words in time. Raises UserError for a model that was not trained to."""
+        return Aligner(self.blueprint, self.mesh, self.tokenizer)
+
     def transcribe(
         self,
         recordings: Recording | Sequence[Recording],
@@ -188,31 +194,55 @@ class Model:
         Raises UserError where two documents have the same key, and where one cannot be used, or does not fit
         the config's buffers.
         """
-        made = self._documents(documents)
+        made, number = self._numbered(documents)
+        has_answers = any(document.answers for document in made)
+        check_scored(has_answers, every_token)
+        scorer = self.scorer(top_k=top_k, every_token=every_token)
+        with self._packed(made, answers=has_answers) as batches:
+            found = sorted(scorer(self.weights, batches), key=lambda x: number[x.key])
+        shares = self.config.posttraining.share_prompts
+        return [of_document(x, d, shares) for x, d in zip(found, made, strict=True)]
+
+    def align(self, documents: Sequence[tuple[Recording, str] | Example | Document]) -> list[AlignedDocument]:
+        """The words of each document's text in time, in their order. Of several processes all call it, and
+        get the same.
+
+        documents: as in `score`, of one recording and one text each. One that cannot be aligned says why
+        (AlignedDocument.reason). Raises UserError as `score` does, and for a model that was not trained with
+        CTC.
+        """
+        made, number = self._numbered(documents)
+        aligner = self.aligner
+        with self._packed(made) as batches:
+            return sorted(aligner(self.weights, batches), key=lambda x: number[x.key])
+
+    def _numbered(
+        self, given: Sequence[tuple[Recording, str] | Example | Document]
+    ) -> tuple[list[Document], dict[str, int]]:
+        """(The documents, the number of each by its key). Raises UserError where two have the same key, and
+        as `_documents`."""
+        made = self._documents(given)
         number = {document.key: n for n, document in enumerate(made)}
         if len(number) < len(made):
             raise UserError(
                 f"{len(made)} documents have {len(number)} keys; expected a key of its own for each, by "
                 "which its scores are known: rename some"
             )
-        has_answers = any(document.answers for document in made)
-        check_scored(has_answers, every_token)
-        loader = make_loader(
-            [made],
+        return made, number
+
+    def _packed(self, documents: Sequence[Document], *, answers: bool = False) -> Loader:
+        """The documents in batches, in their order as far as packing keeps it."""
+        return make_loader(
+            [documents],
             _as_it_is,
             self.config,
             rows=local_rows(self.mesh, self.config.data.rows),
             repeat=False,
             shuffle=False,
-            answers=has_answers,
+            answers=answers,
             on_skip=_refuse,
             skipped=SkipLog(Path(), writes=False),
         )
-        scorer = self.scorer(top_k=top_k, every_token=every_token)
-        with loader as batches:
-            found = sorted(scorer(self.weights, batches), key=lambda x: number[x.key])
-        shares = self.config.posttraining.share_prompts
-        return [of_document(x, d, shares) for x, d in zip(found, made, strict=True)]
 
     @cached_property
     def _make_document(self) -> SpeechDocuments:
@@ -264,7 +294,7 @@ def check_scored(has_answers: bool, every_token: bool) -> None:
 
 
 def _refuse(key: str, reason: str) -> NoReturn:
-    raise UserError(f"document {key!r} cannot be scored: {reason}; change the config, or drop the document")
+    raise UserError(f"document {key!r} cannot be packed: {reason}; change the config, or drop the document")
 
 
 def _as_it_is(document: Document, epoch: int) -> Document:

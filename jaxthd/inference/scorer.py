@@ -4,7 +4,7 @@ Legend: R rows, T token slots of a row.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import jax
 import numpy as np
@@ -22,6 +22,17 @@ from jaxthd.packing.layout import ContextLayout
 from jaxthd.parallel.mesh import put_batch
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.scoring import make_scoring_step
+
+
+@runtime_checkable
+class _HasKey(Protocol):
+    """A result for a document. key: the document's."""
+
+    @property
+    def key(self) -> str: ...
+
+
+Keyed = TypeVar("Keyed", bound=_HasKey)
 
 
 class DocumentScores(NamedTuple):
@@ -120,14 +131,14 @@ def supervising_every_token(batch: Batch, config: Config) -> Batch:
 
 
 def in_order(
-    keys: Iterable[str], found: Iterable[DocumentScores], is_skipped: Callable[[str], bool]
-) -> Iterator[DocumentScores]:
-    """Yields the scores in the order of `keys`. is_skipped: whether this key has no scores.
+    keys: Iterable[str], found: Iterable[Keyed], is_skipped: Callable[[str], bool]
+) -> Iterator[Keyed]:
+    """Yields what was found for documents in the order of `keys`. is_skipped: whether this key has nothing.
 
-    Packing changes the order within a few buffers, so the scores of that many documents are held back here.
+    Packing changes the order within a few buffers, so the results of that many documents are held back here.
     """
     rest = iter(keys)
-    wanted, waiting = next(rest, None), {}
+    wanted, waiting = next(rest, None), dict[str, Keyed]()
     for scores in found:
         waiting[scores.key] = scores
         while wanted is not None and (wanted in waiting or is_skipped(wanted)):

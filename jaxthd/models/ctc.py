@@ -121,23 +121,35 @@ def covered_frames(batch: Batch, found: Transcripts) -> Bool[Array, "R T"]:
     return batch.is_audio & found.is_covered[_of_slots(batch, found)].reshape(batch.tokens.shape)
 
 
-def document_log_probs(
+def label_scores(
     h_NH: Float[Array, "N H"],
     blank_N: Float[Array, " N"],
     head_rows_LH: Float[Array, "labels H"],
+    batch: Batch,
+    found: Transcripts,
+) -> Float[Array, "N L"]:
+    """Log-probabilities, at this rank's slots, of the labels of their documents; 0 where covered_frames says
+    that there is no frame.
+
+    h: the head's inputs. blank: log-probabilities of the blank where covered_frames says so, else 0.
+    head_rows: the head's rows for all of found.label_ids, flat, then for the blank. found: see transcripts.
+    """
+    rows_GLH = head_rows_LH[:-1].reshape(*found.label_ids.shape, -1)
+    frames = _of_slots(batch, found), covered_frames(batch, found).reshape(-1)
+    return label_log_probs(h_NH, blank_N, rows_GLH, head_rows_LH[-1], *frames)
+
+
+def document_log_probs(
+    blank_N: Float[Array, " N"],
+    label_NL: Float[Array, "N L"],
     batch: Batch,
     found: Transcripts,
     axis: str | None,
 ) -> Float[Array, " G"]:
     """log p(labels) of each document, 0 for one that is not covered; the same on all context ranks.
 
-    h: the head's inputs. blank: log-probabilities of the blank where covered_frames says so, else 0.
-    head_rows: the head's rows for all of found.label_ids, flat, then for the blank. found, axis: see
-    transcripts.
+    blank, label: as label_scores takes and gives them. found, axis: see transcripts.
     """
-    rows_GLH = head_rows_LH[:-1].reshape(*found.label_ids.shape, -1)
-    frames = _of_slots(batch, found), covered_frames(batch, found).reshape(-1)
-    label_NL = label_log_probs(h_NH, blank_N, rows_GLH, head_rows_LH[-1], *frames)
     each_RTK = jnp.concatenate([blank_N[:, None], label_NL], axis=1).reshape(*batch.tokens.shape, -1)
     if axis is not None:
         each_RTK = jax.lax.all_gather(each_RTK, axis, axis=1, tiled=True)

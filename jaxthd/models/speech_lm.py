@@ -20,7 +20,7 @@ from jaxtyping import Bool, Float, Int32
 
 from jaxthd.config import ComputeConfig, ModelConfig
 from jaxthd.models.blocks import Routing
-from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs
+from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs, label_scores
 from jaxthd.models.front_ends.contract import Recordings
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import Linear, RMSNorm
@@ -323,11 +323,24 @@ class SpeechLM(nnx.Module):
         All ranks of a pipeline run it alike. embedded: from embed. found, axis: see models.ctc.transcripts.
         head: see target_log_probs.
         """
+        return document_log_probs(*self.ctc_frames(embedded_nD, batch, found, head_VD), batch, found, axis)
+
+    def ctc_frames(
+        self,
+        embedded_nD: Float[Array, "n D"],
+        batch: Batch,
+        found: Transcripts,
+        head_VD: Float[Array, "V D"],
+    ) -> tuple[Float[Array, " N"], Float[Array, "N labels"]]:
+        """Log-probabilities, at this rank's audio slots, of the blank and of the labels of their documents; 0
+        elsewhere, and for documents that cannot be aligned. Arguments: see ctc_log_probs.
+        """
         h_ND = self.residual.whole(self.decoder.norm(embedded_nD))
         blanks_RT, is_frame_RT = jnp.full_like(batch.targets, found.blank), covered_frames(batch, found)
         scored = self._scored_at(h_ND, self._head_for(h_ND, head_VD), blanks_RT, is_frame_RT)
         rows_LD = self._rows_of(head_VD, jnp.append(found.label_ids.reshape(-1), found.blank))
-        return document_log_probs(h_ND, supervised_log_probs(*scored), rows_LD, batch, found, axis)
+        blank_N = supervised_log_probs(*scored)
+        return blank_N, label_scores(h_ND, blank_N, rows_LD, batch, found)
 
     def top_k_scores(
         self, x_nD: Float[Array, "n D"], batch: Batch, top_k: int, *, temperature: float = 1.0

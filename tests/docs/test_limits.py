@@ -17,7 +17,6 @@ from tests.docs.command_lines import COMMANDS, OPTIONS, ROOT, options_of_command
 PAGE = ROOT / "docs" / "limits.md"
 TITLE = "What jaxthd does not do"
 MISSING = {
-    "Word times": "align alignment aligner timestamps timestamp ctm webvtt vtt",
     "Streaming recognition": "streaming realtime live",
     "A server": "serve server port endpoint endpoints listen",
     "Hot words": "hotwords hot boosting phrases",

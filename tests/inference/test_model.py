@@ -103,7 +103,7 @@ def test_it_scores_recordings_with_their_texts(folder: Path, model: jaxthd.Model
         (again,) = model.score(other, top_k=2)
         np.testing.assert_allclose(again.log_probs, found[1].log_probs, rtol=1e-5)
         np.testing.assert_array_equal(again.top_ids, found[1].top_ids)
-    with pytest.raises(UserError, match=r"'1:none\.wav' cannot be scored: none\.wav: no such file"):
+    with pytest.raises(UserError, match=r"'1:none\.wav' cannot be packed: none\.wav: no such file"):
         model.score([("none.wav", "one")])
 
 
