@@ -217,7 +217,7 @@ def last_inputs(
     index_RDk = jnp.where(index_RDk >= first_RD[..., None], index_RDk, -1)
     here = segments.local_index(index_RDk.reshape(len(index_RDk), -1))
     x_DkC = jnp.where(here[:, None] >= 0, x_NC[here], 0)
-    return x_DkC.reshape(-1, taps - 1, x_NC.shape[1])
+    return x_DkC.reshape(first_RD.size, taps - 1, x_NC.shape[1])
 
 
 def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:

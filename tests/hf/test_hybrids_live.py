@@ -55,8 +55,10 @@ def test_odd_sizes_agree_with_the_library(
 
     import_weights([str(folder)], tmp_path / "imported")
     export_weights(tmp_path / "imported", tmp_path / "out", like=folder)
+    export_weights(tmp_path / "imported", tmp_path / "new", form="parts")
     assert_identical(tensors(tmp_path / "out"), tensors(folder))
-    back = json.loads(library(request, "read_back", tmp_path / "out", file).splitlines()[-1])
-    assert back["error"] <= 2e-5
-    assert not [*back["missing_keys"], *back["unexpected_keys"]]
-    assert not back["mismatched"]
+    for exported in (tmp_path / "out", tmp_path / "new" / "llm"):
+        back = json.loads(library(request, "read_back", exported, file).splitlines()[-1])
+        assert back["error"] <= 2e-5
+        assert not [*back["missing_keys"], *back["unexpected_keys"]]
+        assert not back["mismatched"]

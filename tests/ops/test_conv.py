@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxthd.ops.conv import centered_conv
+from jaxthd.ops.conv import centered_conv, last_inputs
 from jaxthd.packing.segments import make_segments
 from tests.errors import relative_errors
 
@@ -46,3 +46,15 @@ def test_the_backward_pass_keeps_the_inputs_alone() -> None:
     wide = [x for x in jax.tree.leaves(back) if x.size >= x_NC.size and x.dtype != bool]
     assert len(wide) <= 2, "the input, and the output, which takes no more memory"
     assert all(leaf.dtype == x_NC.dtype for leaf in back(out))
+
+
+@pytest.mark.parametrize("taps", [1, 3])
+def test_a_convolution_keeps_its_last_inputs(taps: int) -> None:
+    """Of each document's end; one of a single tap keeps none."""
+    x_NC = np.arange(2.0 * len(IDS)).reshape(-1, 2)
+    segments = make_segments(jnp.asarray(IDS[None]), jnp.asarray(POSITIONS[None]), block=4, axis=None)
+    first, last = jnp.array([[0, 5, 6, -1]], jnp.int32), jnp.array([[4, 5, 14, -1]], jnp.int32)
+    kept_DkC = last_inputs(jnp.asarray(x_NC), first, last, taps, segments)
+    before_KC = np.zeros((2, 2))
+    ends = x_NC[3:5], np.stack([before_KC[0], x_NC[5]]), x_NC[13:15], before_KC
+    np.testing.assert_array_equal(kept_DkC, np.stack(ends)[:, 3 - taps :])

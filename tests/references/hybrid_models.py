@@ -60,7 +60,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "num_hidden_layers": 3,
             "attn_layer_indices": [1],
             "intermediate_size": 39,
-            "head_dim": 10,
+            "head_dim": 12,
             "attention_bias": True,
             "mlp_bias": True,
             "mamba_proj_bias": True,

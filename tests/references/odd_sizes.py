@@ -164,7 +164,7 @@ def lfm2(draw: Draw) -> dict[str, Any]:
     kinds = {"layer_types": draw.choices(("conv", "full_attention"), k=layers)}
     return fields | {
         **draw.choice((kinds, {"full_attn_idxs": which})),
-        "hidden_size": draw.randint(3, 40),
+        "hidden_size": draw.randint(9, 40),  # in fewer the library itself loses digits
         "norm_eps": fields.pop("rms_norm_eps"),
         "conv_bias": fields.pop("attention_bias"),
         "conv_L_cache": draw.randint(1, 4),
