@@ -7,6 +7,7 @@ import os
 import pickle
 import random
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,14 @@ import numpy as np
 import pytest
 
 from jaxthd.data.audio.recordings import load_audio
+from jaxthd.data.example import Member
+from jaxthd.data.sources.tarred import index_tar
 from jaxthd.data.workers import Workers
 from jaxthd.errors import StorageError, UserError
 from jaxthd.files import remote_path
 from jaxthd.files.paths import home_path
 from jaxthd.files.range_cache import RangeCache
-from jaxthd.files.remote_path import BLOCK, RemotePath, as_path
+from jaxthd.files.remote_path import BLOCK, RemotePath, as_path, open_range
 from tests.data.sets import read_manifest, sound, write_tar
 from tests.stores.servers import ROOT, Server
 
@@ -206,3 +209,24 @@ def test_processes_share_the_cache(url, http, tmp_path):
     before = http.seen()
     assert as_path(url).read_bytes() == CONTENT
     assert http.seen() == before
+
+
+def test_a_tar_file_is_read_through_once(folder, http, tmp_path):
+    """Then a few bytes tell where each recording lies, and each is one request."""
+    content = {f"{n}.wav": random.Random(n).randbytes(200_000) for n in range(90)}
+    size = write_tar(folder / "large.tar", content).stat().st_size
+    path = as_path(f"{http.url}/large.tar")
+    before = http.seen().get("bytes", 0)
+    index = index_tar(path)
+    through = http.seen()["bytes"] - before
+    shutil.rmtree(tmp_path / "cache" / "jaxthd" / "ranges")
+    before = http.seen()
+    assert index_tar(path) == index
+    member = index.members["40.wav"]
+    assert isinstance(member, Member)
+    file, at = open_range(path, member.start, member.size)
+    assert (at, file.read()) == (0, content["40.wav"])
+    after = http.seen()
+    assert through >= size
+    assert after["bytes"] - before["bytes"] < size / 15
+    assert after["GET"] - before["GET"] <= 4

@@ -1,6 +1,7 @@
 """Recordings in tar files: an index says where each recording lies, so that each can be read by itself.
 
-The index is made once, from the headers. Nothing is extracted, and no member's name is ever used as a path.
+The index is made from the headers, and kept in a file. Nothing is extracted, and no member's name is ever
+used as a path.
 """
 
 import re
@@ -17,6 +18,7 @@ import yaml
 
 from jaxthd.data.example import Clip, Member
 from jaxthd.data.sources.containers import PART, empty, refuse_other_forms
+from jaxthd.data.sources.tar_index_files import LEAST, keep_index, read_index
 from jaxthd.errors import UserError
 
 _SEGMENT = re.compile(r"(.+)-sub\d+(\.\w+)?")
@@ -58,7 +60,9 @@ class TarIndex:
 
 
 def index_tar(path: Path) -> TarIndex:
-    """Reads the headers of an uncompressed tar file. Damage raises no error: members before it are indexed.
+    """Reads the headers of an uncompressed tar file, or those of a large one from its index file
+    (tar_index_files.py), which is made at its first use. Damage raises no error: members before it are
+    indexed.
 
     The index gives a reason in place of a link, of a name that occurs twice or leads out of the archive, and
     of data beyond the end of the file. What follows the end mark is not indexed: it may be a second tar file,
@@ -66,6 +70,17 @@ def index_tar(path: Path) -> TarIndex:
     Raises UserError for a file that is compressed or of another form, and for a tar file without members.
     """
     refuse_other_forms(path, "a tar file")
+    is_large = path.stat().st_size >= LEAST
+    if is_large and (stored := read_index(path)):
+        return TarIndex(path, stored[0], end=stored[1])
+    index = _read_headers(path)
+    if is_large and not index.damage:
+        keep_index(path, index.members, index.end)
+    return index
+
+
+def _read_headers(path: Path) -> TarIndex:
+    """index_tar without an index file."""
     members: dict[str, Member | str] = {}
     try:
         size = path.stat().st_size

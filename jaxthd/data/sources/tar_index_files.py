@@ -1,0 +1,79 @@
+"""Index files of tar files: where each member lies, so that a later run reads no headers.
+
+AUDIO.tar.index lies beside its tar file, or with the user's cache where that folder is not written to. Its
+first line says what it is of: the tar file's size and a digest of its first and last bytes. It counts while
+it is no older than the tar file.
+"""
+
+import hashlib
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from jaxthd.data.example import Member
+from jaxthd.files.atomic import write_atomically
+from jaxthd.files.stores import is_url
+from jaxthd.files.user_cache import user_cache
+
+LEAST = 1 << 24
+"""Bytes of a tar file that has an index file; the headers of a smaller one are read as fast."""
+_ENDS = 1 << 16
+"""Bytes at each end of a tar file that the digest is of."""
+_FORM = 1
+
+Members = dict[str, Member | str]
+
+
+def read_index(path: Path) -> tuple[Members, str] | None:
+    """(a tar file's members, what is wrong with its end), from its index file; None without a current one.
+
+    Members are as in TarIndex. Raises OSError and StorageError for the tar file itself.
+    """
+    changed = path.stat().st_mtime_ns
+    head = ""
+    for place in _places(path):
+        with suppress(OSError, ValueError, LookupError, TypeError):
+            if place.stat().st_mtime_ns < changed:
+                continue
+            first, _, body = place.read_text().partition("\n")
+            head = head or _head(path)
+            stored: dict[str, Any] = json.loads(first)
+            if stored["of"] == head and stored["digest"] == _digest(body):
+                lines = map(json.loads, body.splitlines())
+                return {name: x if isinstance(x, str) else Member(name, *x) for name, x in lines}, stored[
+                    "end"
+                ]
+    return None
+
+
+def keep_index(path: Path, members: Mapping[str, Member | str], end: str) -> None:
+    """Writes the index file of a tar file, beside it if possible. Nothing is written to a store."""
+    entries = ((name, x if isinstance(x, str) else (x.start, x.size)) for name, x in members.items())
+    body = "".join(json.dumps(entry) + "\n" for entry in entries)
+    first = json.dumps({"of": _head(path), "end": end, "digest": _digest(body)})
+    for place in _places(path):
+        with suppress(OSError):
+            if not is_url(place):
+                place.parent.mkdir(parents=True, exist_ok=True)
+                write_atomically(place, f"{first}\n{body}")
+                return
+
+
+def _places(path: Path) -> tuple[Path, Path]:
+    name = hashlib.blake2b(str(path.absolute()).encode(), digest_size=16).hexdigest()
+    return path.with_name(f"{path.name}.index"), user_cache() / "tars" / f"{name}.index"
+
+
+def _head(path: Path) -> str:
+    """What a tar file is known by: its size, and a digest of its ends."""
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        first = file.read(_ENDS)
+        file.seek(max(size - _ENDS, 0))
+        return f"{_FORM} {size} {hashlib.blake2b(first + file.read(_ENDS), digest_size=16).hexdigest()}"
+
+
+def _digest(body: str) -> str:
+    return hashlib.blake2b(body.encode(), digest_size=16).hexdigest()
