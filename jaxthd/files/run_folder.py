@@ -20,6 +20,8 @@ from jaxthd.errors import UserError
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.config_file import with_absolute_paths
 from jaxthd.files.paths import home_path
+from jaxthd.files.run_store import local_copy
+from jaxthd.files.stores import is_url
 from jaxthd.files.tokenizer_files import BUILT_IN, FOLDER, copy_tokenizer, tokenizer_digest
 
 FILE = "config.json"
@@ -41,14 +43,19 @@ def holds_a_run(folder: Path) -> bool:
 def source_of(source: str | Path) -> tuple[Path, str]:
     """(a source's path, which of a run's checkpoints is meant: "newest", "best" or a step).
 
-    With EMA after it ("best+ema"), the averaged parameters of that checkpoint are meant.
+    With EMA after it ("best+ema"), the averaged parameters of that checkpoint are meant. Of a run in a store
+    the path is that of a copy on this machine. Raises as local_copy.
     """
     path, mark, which = str(source).rpartition("@")
     which = f"newest{EMA}" if which == "ema" else which
     number = which.removesuffix(EMA)
     if mark and (number in ("newest", "best") or number.isdecimal()):
-        return home_path(path), which
-    return home_path(source), "newest"
+        return _on_disk(path), which
+    return _on_disk(str(source)), "newest"
+
+
+def _on_disk(path: str) -> Path:
+    return local_copy(path) if is_url(path) else home_path(path)
 
 
 def is_published(path: Path) -> bool:

@@ -107,6 +107,20 @@ def read_now(url: str) -> tuple[bytes, ObjectInfo]:
     return _answered(url, "read", attempt)
 
 
+def read_into(url: str, path: Path) -> None:
+    """Fetches a whole object, as it is at this moment, into a file. Raises as head."""
+    obstore, store, key = _opened(url)
+
+    def attempt() -> None:
+        result = obstore.get(store, key)
+        with path.open("wb") as file:
+            written = sum(file.write(chunk) for chunk in result)
+        if written != result.meta["size"]:
+            raise ConnectionError(f"{written} of {result.meta['size']} bytes came")
+
+    _answered(url, "read", attempt)
+
+
 def write(url: str, content: bytes | Path, *, replacing: str | None = None) -> str:
     """Writes an object in one go: others see the old one or the whole new one. Returns its etag.
 

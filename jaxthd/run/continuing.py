@@ -9,16 +9,19 @@ from typing import Any
 
 from jaxthd.config import Config
 from jaxthd.errors import UserError
+from jaxthd.files.paths import home_path
 from jaxthd.files.run_folder import source_of
+from jaxthd.files.stores import is_url
 from jaxthd.objectives.answers import draws_answers
 from jaxthd.steps.forward import objective_of
 from jaxthd.terminal.arguments import PROCESS_OPTIONS, CommandLine
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "workdir": {
-        "type": Path,
+        "type": home_path,
         "metavar": "FOLDER",
-        "help": "where the run is kept and continued; by default the workdir in SOURCE, or runs/NAME, NAME "
+        "help": "where the run is kept and continued, a folder or a URL (s3, gs, az); by default the "
+        "workdir in SOURCE, or runs/NAME, NAME "
         "being the config file's",
     },
     **PROCESS_OPTIONS,
@@ -27,12 +30,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 def workdir_of(line: CommandLine) -> Path:
     """The workdir that a training command starts or continues. Raises UserError for a checkpoint of a run."""
-    if line.run and source_of(line.run)[1] != "newest" and not line.options.workdir:
+    if line.options.workdir:
+        return line.options.workdir
+    if line.run and source_of(line.run)[1] != "newest":
         raise UserError(
             f"{line.run} names a checkpoint; expected a workdir, which is continued from its newest one. To "
             f"start a new run from this one: --workdir NEW --train.init-from {line.run}"
         )
-    return line.options.workdir or line.folder
+    return home_path(line.run.removesuffix("@newest")) if line.run and is_url(line.run) else line.folder
 
 
 def command_of(config: Config) -> str:

@@ -15,6 +15,7 @@ from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.config import Config
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import is_run, source_of
+from jaxthd.files.stores import is_url
 from jaxthd.files.tokenizer_files import tokenizer_digest
 
 SUMMARY = "summary.json"
@@ -37,7 +38,7 @@ def evaluated_settings(config: Config, weights: Sequence[str | Path]) -> dict[st
     """The settings that results depend on, as JSON: not the mesh, the kernels and the optimization."""
     data, train, sets = config.data, config.train, config.data.validation_sets
     return {
-        "weights": [os.path.abspath(source) for source in weights],
+        "weights": [str(source) if is_url(source) else os.path.abspath(source) for source in weights],
         "checkpoint": None,
         "sets": {each.name: data.described(each) for each in sets},
         "tarred_audio": [each.tars for each in sets] if any(each.tars for each in sets) else "",

@@ -35,6 +35,7 @@ from jaxthd.run.goodput import TimeAccount, stored_seconds
 from jaxthd.run.measured_by import measured_by
 from jaxthd.run.metrics import time_line
 from jaxthd.run.metrics_file import lost_text, open_metrics, read_metrics
+from jaxthd.run.mirror import mirrored
 from jaxthd.run.nonfinite import NonFiniteSteps
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.profile import profiled
@@ -62,8 +63,8 @@ def run_training(
     supplied: Callable[[Run], Supplier],
     changes: Collection[str] = (),
 ) -> bool:
-    """Runs, or continues, the training in `workdir` up to config.train.steps, or until a signal asks it to
-    stop (jaxthd.run.signals). Returns whether the last step is done.
+    """Runs, or continues, the training in `workdir`, which may be in a store, up to config.train.steps, or
+    until a signal asks it to stop (jaxthd.run.signals). Returns whether the last step is done.
 
     supplied: makes the supplier of the steps. changes: dotted names of settings of the optimization, such as
     "train.steps", that may differ from those of the run that is continued (jaxthd.run.workdir.OPTIMIZATION).
@@ -72,8 +73,20 @@ def run_training(
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
     finite, and where a checkpoint cannot be saved.
     """
-    # The workdir keeps the config as it was given: another machine may admit other kernels.
     start = time.monotonic()
+    with mirrored(workdir) as folder:
+        return _run(config, folder, supplied, changes, start)
+
+
+def _run(
+    config: Config,
+    workdir: Path,
+    supplied: Callable[[Run], Supplier],
+    changes: Collection[str],
+    start: float,
+) -> bool:
+    """run_training in a folder. start: when the command began."""
+    # The workdir keeps the config as it was given: another machine may admit other kernels.
     given = with_sizes(with_held_out(config, workdir), workdir)
     config = prepared(with_layout(given, workdir))
     with ExitStack() as stack:

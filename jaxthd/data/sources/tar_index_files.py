@@ -67,7 +67,7 @@ def _places(path: Path) -> tuple[Path, Path]:
 
 
 def _head(path: Path) -> str:
-    """What a tar file is known by: its size, and a digest of its ends."""
+    """Returns size and a digest of the ends, by which a tar file is known."""
     size = path.stat().st_size
     with path.open("rb") as file:
         first = file.read(_ENDS)
