@@ -233,7 +233,7 @@ def test_transcribe_in_and_out(name: str, library: Library, tmp_path: Path, reco
     record_property(f"{name}: least distance of a choice", f"{float(found['margin']):.1e}")
 
     worst = compare_scores(config, folder, documents, found)
-    record_property(f"{name}: log-probabilities", f"{worst:.1e}")
+    record_property(f"{name}: log-probabilities", f"{worst:.1e}, {len(documents)} documents")
     assert worst <= 2e-5
 
     shapes, checkpoint = shapes_of(config), open_checkpoint(folder)
@@ -253,6 +253,8 @@ def test_transcribe_in_and_out(name: str, library: Library, tmp_path: Path, reco
     ours, theirs = tensors(tmp_path / "like"), tensors(folder)
     assert ours.keys() == theirs.keys()
     assert all(ours[key].tobytes() == x.tobytes() for key, x in theirs.items())
+    unread = sum("mtp" in key or "_extra_state" in key for key in theirs)
+    record_property(f"{name}: export", f"{len(theirs)} tensors bit for bit, {unread} of them not read")
     if case["dtype"] == "float32":
         check_trained(config, folder, spoken, asking, asked, tmp_path, library, record_property)
 
