@@ -43,6 +43,9 @@ def translate_model(found: Translation) -> ModelText:
     encoder = _checkpoint(found, "model.pretrained_asr") if has_weights else ""
     front_end = _front_end(found, perception, encoder)
     text = ModelText(llm, encoder, front_end, _reading(perception, encoder), _mtp(found))
+    if encoder and perception["modality_adapter"].get("include_final_output") is False:
+        why = "of a checkpoint with blocks behind the last one that is read nothing is read: cut it first"
+        found.note("model.perception.modality_adapter.include_final_output", why)
     sources: list[str] = [Code("LLM")] if has_weights else []
     if encoder:
         sources.append(Code("ENCODER"))
