@@ -1,0 +1,47 @@
+"""Recipes: each folder of configs/recipes is valid, says its command, and has a record."""
+
+import re
+from dataclasses import replace
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from jaxthd.checkpoints.sources import load_config
+from jaxthd.validate import DeviceFacts, validate
+
+RECIPES = Path(__file__).parents[1] / "configs" / "recipes"
+RECORDS = (RECIPES / "README.md").read_text(encoding="utf-8")
+NAMES = sorted(path.parent.name for path in RECIPES.glob("*/config.py"))
+
+
+def records() -> list[list[str]]:
+    """The rows of the table of records, by column."""
+    rows = [line.strip("| ").split(" | ") for line in RECORDS.splitlines() if re.match(r"\| `\w+` \|", line)]
+    return [[cell.strip() for cell in row] for row in rows]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_is_valid_and_says_its_commands(name: str) -> None:
+    path = RECIPES / name / "config.py"
+    config = load_config(path)
+    assert validate(config, DeviceFacts("cpu", 2, "cpu")) == []
+    assert f"jaxthd train configs/recipes/{name}/config.py" in path.read_text()
+    assert len(config.data.validation_sets) >= 1
+    started = replace(config.train, init_from=("runs/recipes/base",))
+    assert validate(replace(config, train=started), DeviceFacts("cpu", 2, "cpu")) == [], "from the base"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_has_a_record_with_its_evidence(name: str) -> None:
+    """A day that has been, a commit, and minutes under 30."""
+    found = [row for row in records() if row[0] == f"`{name}`"]
+    assert found, f"{name} is not in the table of configs/recipes/README.md"
+    for _, _, _, minutes, evidence in found:
+        assert 0 < float(minutes) < 30
+        day, commit, machine = evidence.split(", ", 2)
+        assert date.fromisoformat(day) >= date(2026, 11, 1)
+        assert re.fullmatch(r"[0-9a-f]{8}", commit)
+        assert machine
+    assert len({row[1] for row in found}) == len(found)
+    assert {row[0].strip("`") for row in records()} == set(NAMES)
