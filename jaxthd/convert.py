@@ -28,12 +28,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxthd.checkpoints.agreement import say_other_documents
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.checksum import is_on_host
 from jaxthd.checkpoints.sources import published_config
 from jaxthd.checkpoints.stored import find_checkpoint
 from jaxthd.checkpoints.weights import load_weights, named_weights
-from jaxthd.config import Config, DataConfig, MeshConfig
+from jaxthd.config import AdaptConfig, Config, DataConfig, MeshConfig
 from jaxthd.data.text.prompt import PromptTemplate, as_jinja
 from jaxthd.data.text.published_tokenizer import write_tokenizer
 from jaxthd.data.text.special_tokens import read_special_tokens
@@ -107,6 +108,7 @@ def export_weights(
     weights = load_weights([source], Blueprint(config), mesh, partly=False)
     lora = _lora_fields(config, named_weights(weights), list(folders.values()))
     if not lora:
+        say_other_documents(path, config.adapt if config.adapt.lora_rank else None, AdaptConfig())
         params, config = merge_lora(weights.params, config)
         weights = weights._replace(params=params)
     arrays = named_weights(weights)

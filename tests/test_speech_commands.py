@@ -34,7 +34,7 @@ ITEMS: tuple[Item, ...] = (
     (4.3, "stop", "cs-CZ"),
 )
 TEXTS = tuple(text for _, text, _ in ITEMS)
-ENCODERS = {"granite_speech": "encoder.blocks.*"}
+ENCODERS = dict.fromkeys(("granite_speech", "granite_speech_plus"), "encoder.blocks.*")
 """What of the encoder gets LoRA, where it is no Transformer."""
 PLAIN = "--data.workers 0 --data.validation-manifest"
 

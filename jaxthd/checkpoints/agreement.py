@@ -40,6 +40,17 @@ def say_other_template(path: Path, there: DataConfig, here: DataConfig) -> None:
         _warn(f"the run in {path} was trained on turns that are written otherwise:{lines}")
 
 
+def say_other_documents(path: Path, there: AdaptConfig | None, here: AdaptConfig) -> None:
+    """Warns where LoRA that is on in documents with audio alone is here on in others too, or the reverse."""
+    if there and there.lora_documents != (here.lora_documents if here.lora_rank else "all"):
+        which = {"all": "all documents", "audio": "documents with audio alone"}
+        one, other = which.pop(there.lora_documents), which.popitem()[1]
+        _warn(
+            f"the LoRA of {path} is on in {one}, and here in {other}: text by itself is answered otherwise "
+            "than there"
+        )
+
+
 def lora_factor(path: Path, there: AdaptConfig, here: AdaptConfig) -> float:
     """Returns the factor for the matrices b of a run's LoRA, so that with this alpha and rank they compute
     what they compute there. Says so where it is not 1.

@@ -24,6 +24,7 @@ from jaxthd.checkpoints.agreement import (
     lora_factor,
     require_frozen_from_sources,
     require_same_vocabulary,
+    say_other_documents,
     say_other_settings,
     say_other_template,
 )
@@ -225,6 +226,7 @@ class _Run:
         self._specs = specs
         has_lora = any(name.endswith(".lora.b") for name in self.gives)
         self._lora_factor = lora_factor(path, there.adapt, config.adapt) if has_lora else 1.0
+        say_other_documents(path, there.adapt if has_lora else None, config.adapt)
         # What import wrote (step 0) has "bytes" where no source had a tokenizer.
         is_known = self._step > 0 or there.data.tokenizer not in BUILT_IN
         self.tokenizer = path, there.data.tokenizer if is_known else None
@@ -283,6 +285,7 @@ class _Published:
         say_other_settings(path, compare_models(path, opened.configure(config.model), config.model))
         self.tokenizer = path, str(path) if path.is_dir() and has_tokenizer(path) else None
         self._checkpoint, self._specs = opened.for_run(config.adapt, shapes), specs
+        say_other_documents(path, opened.lora, config.adapt)
         if self._checkpoint is not opened:
             _report(f"{path}: its LoRA, which is not that of this run, is merged into its projections")
         self._table = self._checkpoint.tensors(config.model, shapes)

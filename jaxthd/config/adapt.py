@@ -1,6 +1,7 @@
 """The settings of what trains: frozen parts, LoRA."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxthd.config.values import Decay, Index, numbers_of
 
@@ -30,6 +31,9 @@ class AdaptConfig:
     lora_dropout: Decay = 0.0
     """Share of the features that do not enter the low-rank matrices of the decoder's projections in a
     training step. The draws are the same on every mesh; encoder and adapter have none."""
+    lora_documents: Literal["all", "audio"] = "all"
+    """Documents in which the low-rank matrices of the decoder are on: all, or those with audio alone, which
+    Granite Speech does: text by itself then goes through the model as it was."""
     dora: bool = False
     """Also train the magnitude of each column of the projections that get LoRA (DoRA)."""
     lr_factors: tuple[str, ...] = ()

@@ -148,7 +148,9 @@ class DataConfig:
     """Variables of the checkpoint's chat template, as a JSON object such as {"enable_thinking": false}."""
     answer: str = "plain"
     """Form of the answers: "plain" (the text), or a published model's: "qwen3_asr" (language
-    NAME<asr_text>TEXT). Transcripts are written in it, and read off answers before they are compared."""
+    NAME<asr_text>TEXT), "audio_flamingo3" (a sentence that quotes the text), "moss" ([0.00][S01]TEXT[2.50]
+    of each speaker's segment, with seconds). Transcripts are written in it, and read off answers before they
+    are compared."""
     system_prompt: str = ""
     """System turn placed before every document that has none of its own; "" for none."""
     prompt: str = "{audio}"

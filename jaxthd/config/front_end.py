@@ -127,6 +127,11 @@ class FrontEnd:
         """The number of a recording's samples that are heard; those behind them are cut off."""
         return samples
 
+    def marks(self, tokens: int) -> Sequence[tuple[int, str]]:
+        """Texts that stand between a recording's audio tokens: (the number of audio tokens before it, the
+        text) of each, in order. tokens: the recording's."""
+        return ()
+
     def pieces(self, samples: int) -> Sequence[Piece]:
         """The pieces of a recording of so many samples, in order; from its length alone, so that sizes can be
         planned without audio."""

@@ -152,9 +152,10 @@ class ModelConfig:
     """Inner dim of the adapter; 0 for a single linear layer."""
     adapter_bias: bool = False
     """Whether the adapter's linear layers have biases (Canary-Qwen), with "relu2" the last one alone."""
-    adapter_form: Literal["relu2", "gelu"] = "relu2"
+    adapter_form: Literal["relu2", "gelu", "silu"] = "relu2"
     """Form of an adapter with an inner dim: "relu2", which is RMSNorm, linear, relu^2, linear
-    (Nemotron-Omni); or "gelu", which is linear, GELU, linear (Qwen3-ASR, Voxtral)."""
+    (Nemotron-Omni); "gelu", which is linear, GELU, linear (Qwen3-ASR, Voxtral); or "silu", which is linear,
+    SiLU, linear, LayerNorm (MOSS-Transcribe-Diarize)."""
 
     @property
     def audio_encoder(self) -> FrontEnd:

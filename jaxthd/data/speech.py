@@ -14,10 +14,11 @@ from jaxthd.config.front_end import SAMPLE_RATE, SpeakerSegment
 from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import TooLongError, from_samples, load_audio
 from jaxthd.data.audio.spec_augment import spec_augment
-from jaxthd.data.example import Clip, Example, Samples, Turn, document_rng, with_texts
+from jaxthd.data.example import Clip, Example, Fields, Samples, Turn, document_rng, with_texts
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.answers import answer_form
+from jaxthd.data.text.marks import mark_ids
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import AudioPiece, Document, audio_pieces
@@ -56,7 +57,7 @@ class SpeechDocuments:
     ) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
         self._answers = answer_form(config.data.answer)
-        self._audio_id = tokenizer.audio_id
+        self._tokenizer, self._audio_id = tokenizer, tokenizer.audio_id
         self._encoder = config.model.encoder
         seconds = self._encoder.seconds if self._encoder else float
         self._most_seconds = seconds(config.data.audio_capacity) + seconds(1)
@@ -97,7 +98,7 @@ class SpeechDocuments:
         if self._label is not None and len(clips) == 1 and clips[0] and not example.alternatives:
             labels = self._label(example.text, sum(piece.tokens for piece in clips[0]))
             clips[0][0] = clips[0][0]._replace(labels=tuple(labels))
-        document = Document.splice(example.key, tokens, supervised, clips, self._audio_id)
+        document = self._spliced(example.key, tokens, supervised, clips)
         if not example.alternatives:
             return document
         of_text = np.repeat([np.float32(x.preference) for x in example.alternatives], answers)
@@ -108,7 +109,7 @@ class SpeechDocuments:
         """An example as text: (token ids with one audio_id for each recording, which of them are supervised,
         the lengths of its answers, Document.answers). Raises ValueError for one that cannot be used.
         """
-        write = partial(self._answers.write, fields=example.fields)
+        write = partial(self._answers.write, fields=_described(example))
         if not example.alternatives:
             return *self._template(self._turns(example), example.fields), ()
         texts = [write(alternative.text) for alternative in example.alternatives]
@@ -128,7 +129,7 @@ class SpeechDocuments:
         """The turns, the assistant's in the form of data.answer."""
         if not self._answers.changes:
             return list(example.turns)
-        write = partial(self._answers.write, fields=example.fields)
+        write = partial(self._answers.write, fields=_described(example))
         return [with_texts(turn, write) if turn.role == "assistant" else turn for turn in example.turns]
 
     def prompt(self, example: Example) -> Document:
@@ -139,7 +140,7 @@ class SpeechDocuments:
         tokens = self._template.prompt(self._turns(example), example.fields)
         recordings = zip(example.clips, self._samples(example), strict=True)
         clips = [self._pieces(samples, _segments(clip), None, None) for clip, samples in recordings]
-        return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
+        return self._spliced(example.key, tokens, [False] * len(tokens), clips)
 
     def prompts_by_length(self, example: Example) -> Callable[[int], Document]:
         """Samples at 16 kHz -> the document of a prompt with one recording, if that had so many.
@@ -158,9 +159,16 @@ class SpeechDocuments:
                 frames[piece.run] = max(frames[piece.run], piece.start + piece.frames)
             runs = [np.broadcast_to(np.float32(0), (n, front_end.width)) for n in frames]
             clips = [audio_pieces(pieces, runs)]
-            return Document.splice(example.key, tokens, [False] * len(tokens), clips, self._audio_id)
+            return self._spliced(example.key, tokens, [False] * len(tokens), clips)
 
         return of_length
+
+    def _spliced(
+        self, key: str, tokens: list[int], supervised: list[bool], clips: list[list[AudioPiece]]
+    ) -> Document:
+        of_clips = (sum(piece.tokens for piece in clip) for clip in clips)
+        marks = mark_ids(self._encoder, self._tokenizer, of_clips) if self._encoder else ()
+        return Document.splice(key, tokens, supervised, clips, self._audio_id, marks)
 
     def _samples(self, example: Example) -> list[np.ndarray]:
         """The recordings as 16 kHz mono. Raises AudioError, and ValueError for an item that is dropped."""
@@ -200,6 +208,11 @@ class SpeechDocuments:
         if segments is not None:
             runs = front_end.with_speakers(runs, segments)
         return audio_pieces(front_end.pieces(len(samples)), runs)
+
+
+def _described(example: Example) -> Fields:
+    """The fields of the example's line, and the seconds of its recordings."""
+    return {"duration": example.duration, **example.fields}
 
 
 def _segments(clip: Clip | Samples, stretched: float = 1.0) -> tuple[SpeakerSegment, ...] | None:

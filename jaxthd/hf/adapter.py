@@ -31,6 +31,6 @@ FAMILY = Family(
     configure=lambda fields, model: updated(model, read_settings(fields, _SIZES)),
     fields=_fields,
     tensors=lambda model, fields, shapes: tensors(
-        {name: name for name in ("norm", "up", "out")}, shapes, ours="adapter."
+        {name: name for name in ("norm", "up", "out", "norm_after")}, shapes, ours="adapter."
     ),
 )

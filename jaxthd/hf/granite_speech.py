@@ -13,7 +13,7 @@ from typing import Any
 from jaxthd.config import AdaptConfig, FrontEnd, ModelConfig
 from jaxthd.errors import UserError
 from jaxthd.files.tensor_names import Shape, Tensor
-from jaxthd.hf.family import Field, Settings
+from jaxthd.hf.family import Family, Field, Settings
 from jaxthd.hf.fields import Fields, must_be
 from jaxthd.hf.llama import GRANITE
 from jaxthd.hf.lora import lora_fields, read_lora, target_modules, with_lora
@@ -68,7 +68,7 @@ _WINDOWS: Settings = {
 
 def _expected_qformer(encoder: Any, dim: int) -> dict[str, Any]:
     fixed = {"layer_norm_eps": 1e-12, "hidden_act": "gelu", "use_qformer_text_input": False}
-    return {"encoder_hidden_size": encoder.model_dim, **fixed}
+    return {"encoder_hidden_size": encoder.read_dim, **fixed}
 
 
 def _adapter(encoder: FrontEnd, dim: int) -> dict[str, Any]:
@@ -78,17 +78,38 @@ def _adapter(encoder: FrontEnd, dim: int) -> dict[str, Any]:
 _SIZES = {name: entry for name, entry in GRANITE.sizes.items() if name != "logits_scaling"}
 
 
+def _read_lora(fields: Fields) -> AdaptConfig | None:
+    """The checkpoint's LoRA, which is on only with audio."""
+    if not (lora := fields.get("lora")):
+        return None
+    return replace(read_lora(lora, target_modules(lora)), lora_documents="audio")
+
+
 def _lora_fields(adapt: AdaptConfig, adapted: frozenset[str]) -> dict[str, Any]:
-    """The settings of LoRA on the LLM; that on other parts is merged."""
+    """The settings of LoRA on the LLM, in documents with audio; other LoRA is merged."""
+    if adapt.lora_documents != "audio":
+        return {}
     try:
         return lora_fields(adapt, adapted)
     except UserError:
         return {}
 
 
-def _tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
-    found = GRANITE_SPEECH.tensors(model, fields, shapes)
-    return with_lora(found, shapes) if fields.get("lora") else found
+def _family(of: SpeechLLM) -> Family:
+    """The family, with LoRA in files of its own."""
+
+    def tensors(model: ModelConfig, fields: Fields, shapes: Mapping[str, Shape]) -> Iterator[Tensor]:
+        found = of.tensors(model, fields, shapes)
+        return with_lora(found, shapes) if fields.get("lora") else found
+
+    return replace(
+        of.family(),
+        gives="encoder, adapter and LLM, with its LoRA",
+        tensors=tensors,
+        lora=_read_lora,
+        lora_fields=lambda model, adapt, adapted: _lora_fields(adapt, adapted),
+        adapter="has_lora_adapter",
+    )
 
 
 GRANITE_SPEECH = SpeechLLM(
@@ -128,11 +149,22 @@ GRANITE_SPEECH = SpeechLLM(
         "prompt": "{audio}can you transcribe the speech into a written format?",
     },
 )
-FAMILY = replace(
-    GRANITE_SPEECH.family(),
-    gives="encoder, adapter and LLM, with its LoRA",
-    tensors=_tensors,
-    lora=lambda fields: read_lora(lora, target_modules(lora)) if (lora := fields.get("lora")) else None,
-    lora_fields=lambda model, adapt, adapted: _lora_fields(adapt, adapted),
-    adapter="has_lora_adapter",
+_JOINED: Settings = {
+    "joined_layers": Field(
+        "cat_hidden_layers",
+        (),
+        lambda layers, fields: tuple(sorted(set(layers))),
+        lambda encoder: list(encoder.joined_layers) or None,
+    )
+}
+PLUS = replace(
+    GRANITE_SPEECH,
+    format="granite_speech_plus",
+    title="GraniteSpeechPlusForConditionalGeneration",
+    model_types=("granite_speech_plus",),
+    parts={
+        **GRANITE_SPEECH.parts,
+        "encoder_config": Part(settings={**_CONFORMER, **_JOINED}, type="granite_speech_plus_encoder"),
+    },
 )
+FAMILIES = (_family(GRANITE_SPEECH), _family(PLUS))

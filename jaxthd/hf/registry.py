@@ -15,6 +15,7 @@ from jaxthd.hf import (
     granite_speech,
     lfm2,
     llama,
+    moss,
     nemotron_h,
     nemotron_omni,
     parakeet,
@@ -52,7 +53,8 @@ FAMILIES: tuple[Family, ...] = (
     *qwen_omni.FAMILIES,
     voxtral.FAMILY,
     glm_asr.FAMILY,
-    granite_speech.FAMILY,
+    moss.FAMILY,
+    *granite_speech.FAMILIES,
     adapter.FAMILY,
 )
 

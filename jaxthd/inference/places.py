@@ -193,6 +193,7 @@ def _admitted(places: Places, new: Places, admitted: NewSequences, slots: int) -
             drawn=of_places(begun.drawn, old.drawn),
             fixed=jax.tree.map(of_page, old.fixed, begun.fixed),
             state=of_places(begun.state, old.state, axis=2),
+            adapted=of_places(begun.adapted, old.adapted),
         ),
     )
 

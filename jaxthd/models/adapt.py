@@ -77,6 +77,11 @@ def no_projections(model: nnx.Module) -> list[str]:
     return _named(model, "no_lora")
 
 
+def absorbed(model: nnx.Module) -> list[str]:
+    """Names of projections whose LoRA is on for all tokens or none (`absorbed` of mixers)."""
+    return _named(model, "absorbed")
+
+
 def _named(model: nnx.Module, attribute: str) -> list[str]:
     """Names of the modules that an attribute of the modules above them tells."""
     modules = nnx.iter_modules(model)

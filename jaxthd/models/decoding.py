@@ -40,7 +40,7 @@ class Decoding(NamedTuple):
     active: the documents that have not ended.
     next: the next token of each document, leaves [n].
     drawn: the decoded tokens, including the one that ends an answer, leaves [n, m]; the rest is padding.
-    keys: which of the prompts' keys new tokens attend to. order: see Now.
+    keys: which of the prompts' keys new tokens attend to. order, adapted: see Now.
     fixed, state: what the layers of this rank's stages keep (see Prefilled), leaves [stages, layers, ...].
     """
 
@@ -53,6 +53,7 @@ class Decoding(NamedTuple):
     order: Int32[Array, " n"] | None
     fixed: Cache
     state: Cache
+    adapted: Bool[Array, " n"] | None = None
 
 
 class Answered(NamedTuple):
@@ -123,8 +124,13 @@ def begin(
 
     x_nD, caches = _through_all_stages(stages, prefill, x_nD)
     h_ND = model.hidden(x_nD)
-    last_nD = prompts.share(jnp.where((prompts.at >= 0)[:, None], h_ND[prompts.at], 0), segments)
-    first = pick(last_nD, 0)
+
+    def at_ends(x_N: Array) -> Array:
+        """The values at the ends of the prompts of this rank's documents."""
+        is_here = (prompts.at >= 0).reshape(-1, *[1] * (x_N.ndim - 1))
+        return prompts.share(jnp.where(is_here, x_N[prompts.at], 0), segments)
+
+    first, adapted_N = pick(at_ends(h_ND), 0), segments.adapted
     return h_ND, Decoding(
         steps=jnp.int32(0),
         start=jnp.zeros(prompts.documents, jnp.int32),
@@ -135,6 +141,7 @@ def begin(
         order=None,
         fixed={letter: fixed for letter, (fixed, _) in caches.items()},
         state={letter: state for letter, (_, state) in caches.items()},
+        adapted=None if adapted_N is None else at_ends(adapted_N.astype(jnp.int32)) > 0,
     )
 
 
@@ -173,7 +180,7 @@ def advance(
         token_n = d.next.tokens
         active_n = d.active & (token_n[:, None] != jnp.array(stop_ids)).all(-1) & (number_n < most - 1)
         at_n = prompt_tokens_n + number_n
-        now = Now(d.keys, model.compute.blocks.attention, number_n, at_n, active_n, d.order)
+        now = Now(d.keys, model.compute.blocks.attention, number_n, at_n, active_n, d.order, d.adapted)
 
         def through(
             pattern: str, chunk: Array | int, x_nD: Array, fixed: Cache, state: Cache

@@ -19,7 +19,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
-from jaxthd.models import dropout
+from jaxthd.models import lora_tokens
 from jaxthd.models.blocks import Prefilled, RoutedMixer, Routing
 from jaxthd.models.layers import RMSNorm
 from jaxthd.packing.prompts import Now, Prompts
@@ -87,22 +87,26 @@ class Block(nnx.Module):
     ) -> tuple[Float[Array, "n D"], Routing | None]:
         """Also returns the Routing if the mixer routes tokens, else None."""
         h_ND, routing = self.residual.whole(self._normed(x_nD)), None
-        if isinstance(self.mixer, RoutedMixer):
-            y_ND, routing = self.mixer.routed(h_ND, segments)
-        else:
-            y_ND = self.mixer(h_ND, segments)
+        with lora_tokens.adapting(segments.adapted):
+            if isinstance(self.mixer, RoutedMixer):
+                y_ND, routing = self.mixer.routed(h_ND, segments)
+            else:
+                y_ND = self.mixer(h_ND, segments)
         return self._sum(x_nD, self.residual.total(y_ND)), routing
 
     def prefill(self, x_nD: Float[Array, "n D"], segments: Segments, prompts: Prompts) -> Prefilled:
         """The block over prompts: its outputs, and what its mixer keeps for decoding."""
-        y_ND, fixed, state = self.mixer.prefill(self.residual.whole(self._normed(x_nD)), segments, prompts)
+        h_ND = self.residual.whole(self._normed(x_nD))
+        with lora_tokens.adapting(segments.adapted):
+            y_ND, fixed, state = self.mixer.prefill(h_ND, segments, prompts)
         return Prefilled(self._sum(x_nD, self.residual.total(y_ND)), fixed, state)
 
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
         """The block over the newest token of each sequence: its outputs, and the mixer's new state."""
-        y_nD, state = self.mixer.step(self._normed(x_nD), fixed, state, now)
+        with lora_tokens.adapting(now.adapted):
+            y_nD, state = self.mixer.step(self._normed(x_nD), fixed, state, now)
         return self._sum(x_nD, self.residual.decoding.total(y_nD)), state
 
 
@@ -186,7 +190,7 @@ class HybridLayers(nnx.Module):
         stacks = {}
         for letter, name in self.stages.used_stacks:
             variables = nnx.state(self.layers[name])
-            numbers = None if dropout.current() is None else self._numbers(letter, chunk)
+            numbers = None if lora_tokens.current() is None else self._numbers(letter, chunk)
             stack_of = _Layers(self._of_chunk(letter, chunk, variables), cache and cache[letter], numbers)
             stacks[letter] = stack_of
         return _by_unit(pattern, stacks)
@@ -354,7 +358,7 @@ def _apply_row(
 ) -> tuple[Array, Any]:
     """Applies one layer of a stack. Its FSDP-sharded weights are gathered here, for this layer only."""
     variables, cache, number = jax.tree.map(lambda w: w[row], layers)
-    with dropout.of_layer(number):
+    with lora_tokens.of_layer(number):
         return apply(nnx.merge(graph, gathered_state(variables, x_nD.dtype)), x_nD, cache)
 
 

@@ -12,7 +12,7 @@ from flax import nnx
 from jax import Array
 from jaxtyping import Float
 
-from jaxthd.models.dropout import dropped
+from jaxthd.models.lora_tokens import dropped, is_on_everywhere, where_adapted
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.norms import gated_rms_norm, layer_norm, rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
@@ -99,8 +99,8 @@ class LoRA(nnx.Module):
 
     dora: the adapted matrix w + scale a @ b also gets magnitudes (Liu et al., DoRA, 2024), which start as
     those of w: each of its columns has the norm of w's column times m. m is [F] and starts as ones.
-    dropout: the share of x's elements that do not enter x @ a in training (models/dropout.py). number: of the
-    projection, unlike others'.
+    dropout: the share of x's elements that do not enter x @ a in training (models/lora_tokens.py). number: of
+    the projection, unlike others'.
     """
 
     def __init__(
@@ -193,9 +193,11 @@ class Linear(nnx.Module):
         own_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh)
         y_NF = fp8_product(x_ND, narrowed(own_DF, x_ND.dtype)) if self.fp8 else product(x_ND, own_DF)
         if self.lora is not None:
-            y_NF = y_NF + self.lora(x_ND)
+            adapted_NF = y_NF + self.lora(x_ND)
             magnitude_F = self.lora.magnitude(own_DF)
-            y_NF = y_NF if magnitude_F is None else y_NF * magnitude_F.astype(x_ND.dtype)
+            if magnitude_F is not None:
+                adapted_NF = adapted_NF * magnitude_F.astype(x_ND.dtype)
+            y_NF = where_adapted(adapted_NF, y_NF)
         if self.bias is None:
             return y_NF
         bias_F = own_part(self.bias[...], 0, self.sharded_out, self.mesh)
@@ -203,9 +205,12 @@ class Linear(nnx.Module):
 
     def matrix(self, dtype: Any) -> Float[Array, "D F"]:
         """The matrix that a call multiplies by, low-rank matrices included, but never in FP8: for callers
-        that absorb it into another product."""
+        that absorb it into another product. Not where they are on for some tokens alone
+        (lora_tokens.adapting), for which there is no such matrix."""
         w_DF = own_part(self.w[...], 1, self.sharded_out, self.mesh)
         if self.lora is not None:
+            if not is_on_everywhere():
+                raise ValueError("low-rank matrices that are on for some tokens alone make no matrix for all")
             b_rF = own_part(self.lora.b[...], 1, self.sharded_out, self.mesh)
             magnitude_F = self.lora.magnitude(w_DF)
             w_DF = w_DF + self.lora.scale * (self.lora.a[...] @ b_rF)

@@ -19,6 +19,7 @@ from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.blocks import Routing
 from jaxthd.models.hybrid import HybridLayers
 from jaxthd.models.layers import Linear, RMSNorm
+from jaxthd.models.lora_tokens import adapting
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, gathered_state, over_tensor, stack
@@ -75,7 +76,9 @@ class MultiTokenPrediction(HybridLayers):
         graph, states = nnx.split(self.depths)
         own = gathered_state(jax.tree.map(lambda w: w[number], states), h_nD.dtype)
         of_depth = nnx.merge(graph, own)
-        x_nD, routing = self.stage(self.stages.patterns[number], number, of_depth.fused(h_nD, e_nD), segments)
+        with adapting(segments.adapted):
+            x_nD = of_depth.fused(h_nD, e_nD)
+        x_nD, routing = self.stage(self.stages.patterns[number], number, x_nD, segments)
         return of_depth.final_layernorm(x_nD), routing
 
     def routing_of_depths(self, routing: list[Routing]) -> Routing:

@@ -8,8 +8,11 @@ M mel bands, e = A / 8 encoder frames, E encoder frames of a row over all audio 
 K depths of multi-token prediction that the batch has data for.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,9 +26,9 @@ from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs, label_scores
 from jaxthd.models.front_ends.contract import Recordings
 from jaxthd.models.hybrid import HybridDecoder
-from jaxthd.models.layers import Linear, RMSNorm
+from jaxthd.models.layers import LayerNorm, Linear, RMSNorm
 from jaxthd.models.mtp import MultiTokenPrediction
-from jaxthd.ops.activations import relu_squared
+from jaxthd.ops.activations import relu_squared, silu
 from jaxthd.ops.cross_entropy import (
     HeadBlocks,
     HeadInputs,
@@ -50,6 +53,12 @@ from jaxthd.parallel.params import (
 from jaxthd.parallel.stages import Stages
 from jaxthd.parallel.tensor import Residual, vocabulary_rows
 
+_ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "relu2": relu_squared,
+    "gelu": partial(jax.nn.gelu, approximate=False),
+    "silu": silu,
+}
+"""By model.adapter_form."""
 _NOWHERE = np.iinfo(np.int32).max
 """A token that no vocabulary has."""
 Scored = tuple[Array, Array, Array, Array, int, int, tuple[str, ...]]
@@ -66,14 +75,16 @@ class Adapter(nnx.Module):
         self.norm = RMSNorm(dim, config.llm.norm_eps, init) if has_norm else None
         self.up = Linear(dim, inner, init, bias=bias and not has_norm) if inner else None
         self.out = Linear(inner or dim, config.llm.dim, init, bias=bias)
+        is_normed = inner > 0 and self.form == "silu"
+        self.norm_after = LayerNorm(config.llm.dim, init, config.llm.norm_eps) if is_normed else None
 
     def __call__(self, x_ED: Float[Array, "e D"]) -> Float[Array, "e O"]:
         if self.norm is not None:
             x_ED = self.norm(x_ED)
         if self.up is not None:
-            up_ED = self.up(x_ED)
-            x_ED = relu_squared(up_ED) if self.form == "relu2" else jax.nn.gelu(up_ED, approximate=False)
-        return self.out(x_ED)
+            x_ED = _ACTIVATIONS[self.form](self.up(x_ED))
+        x_ED = self.out(x_ED)
+        return x_ED if self.norm_after is None else self.norm_after(x_ED)
 
 
 class FutureScores(NamedTuple):
@@ -95,7 +106,7 @@ class SpeechLM(nnx.Module):
 
     config.encoder None: a text-only model; encoder and adapter are None, and batches have no audio.
     stages: of the pipeline; None for one stage. decoder_fsdp: axes over which the decoder's matrices are
-    FSDP-sharded. max_documents: the most of a row; see Segments.documents.
+    FSDP-sharded. max_documents: the most of a row; see Segments.documents. lora_documents: as in AdaptConfig.
     Raises ValueError if the pipeline and tensor ranks cannot share the vocabulary.
     """
 
@@ -107,6 +118,7 @@ class SpeechLM(nnx.Module):
         stages: Stages | None = None,
         decoder_fsdp: tuple[str, ...] = DECODER_FSDP,
         max_documents: int | None = None,
+        lora_documents: Literal["all", "audio"] = "all",
     ) -> None:
         init = Init.of(init, compute)
         vocabulary = (over_vocabulary(config.llm.vocab_size), None)
@@ -134,7 +146,7 @@ class SpeechLM(nnx.Module):
             )
         self.vocabulary_axes = (PIPELINE, TENSOR) if ranks > 1 else ()
         self.has_pipeline = init.mesh.pipeline > 1
-        self.max_documents = max_documents
+        self.max_documents, self.lora_documents = max_documents, lora_documents
         self.window = config.llm.window
         self.mesh = init.mesh
 
@@ -156,7 +168,7 @@ class SpeechLM(nnx.Module):
         run at the same time (Segments.uniform_program).
         """
         uniform_program = not in_stages or len(self.decoder.stages.patterns) == 1
-        return make_segments(
+        segments = make_segments(
             batch.segment_ids,
             batch.positions,
             batch.prefixes,
@@ -171,6 +183,20 @@ class SpeechLM(nnx.Module):
             else (),
             window=self.window,
         )
+        if self.lora_documents == "all":
+            return segments
+        return replace(segments, adapted=self._with_audio(batch, axes))
+
+    def _with_audio(self, batch: Batch, axes: tuple[str, ...]) -> Bool[Array, " N"]:
+        """Whether each token's document has audio, on whichever context rank."""
+        rows, tokens = batch.tokens.shape
+        most = self.max_documents or tokens * ranks_of(self.mesh, (CONTEXT,))
+        row_R1 = jnp.arange(rows, dtype=jnp.int32)[:, None]
+        audio_RD = jnp.zeros((rows, most + 1), jnp.int32)
+        audio_RD = audio_RD.at[row_R1, batch.documents].max(batch.is_audio.astype(jnp.int32))
+        if axes:
+            audio_RD = jax.lax.pmax(audio_RD, CONTEXT)
+        return jnp.take_along_axis(audio_RD, batch.documents, axis=1).reshape(-1) > 0
 
     def embed(
         self, batch: Batch, *, axes: tuple[str, ...], train: bool

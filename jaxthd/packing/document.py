@@ -176,11 +176,14 @@ class Document:
         supervised: Sequence[bool],
         clips: Sequence[Sequence[AudioPiece]],
         placeholder: int,
+        marks: Sequence[Sequence[tuple[int, Sequence[int]]]] = (),
     ) -> "Document":
         """Replaces each placeholder token by the audio slots of its clip.
 
         tokens, supervised: text with one placeholder per clip, before audio is spliced in.
         clips: one entry per placeholder, the pieces of a recording.
+        marks: of each clip the tokens that stand between its audio slots, (the slots before them, the tokens)
+            in order; (): none.
         Raises ValueError when the number of placeholders is not the number of clips, and when tokens and
         supervised are not as many.
         """
@@ -197,14 +200,20 @@ class Document:
                 f"document {key!r}: {found} audio placeholders but {len(clips)} audio clips; "
                 "give exactly one placeholder per clip"
             )
+        runs = [np.full(sum(piece.tokens for piece in clip), placeholder, np.int32) for clip in clips]
+        for number, of_clip in enumerate(marks):
+            ids = [token for _, tokens in of_clip for token in tokens]
+            before = [slots for slots, tokens in of_clip for _ in tokens]
+            runs[number] = np.insert(runs[number], before, ids)
         slots = np.ones(len(text), int)
-        slots[is_placeholder] = [sum(piece.tokens for piece in clip) for clip in clips]
-        is_audio = np.repeat(is_placeholder, slots)
+        slots[is_placeholder] = list(map(len, runs))
+        tokens_n, of_clip_n = np.repeat(text, slots), np.repeat(is_placeholder, slots)
+        tokens_n[of_clip_n] = np.concatenate([np.empty(0, np.int32), *runs])
         return cls(
             key=key,
-            tokens=np.repeat(text, slots),
-            is_audio=is_audio,
-            supervised=np.repeat(np.asarray(supervised, bool), slots) & ~is_audio,
+            tokens=tokens_n,
+            is_audio=tokens_n == placeholder,
+            supervised=np.repeat(np.asarray(supervised, bool), slots) & ~of_clip_n,
             pieces=tuple(piece for clip in clips for piece in clip),
         )
 

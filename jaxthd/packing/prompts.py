@@ -132,6 +132,7 @@ class Now(NamedTuple):
     of that token in its document, prompt included. active: documents that have not ended.
     order: the documents in the order of their prompts' keys, which is the order of `keys`; None where they
         have it.
+    adapted: the documents that low-rank matrices are on for; None: all.
     """
 
     keys: KeyIntervals
@@ -140,6 +141,7 @@ class Now(NamedTuple):
     positions: Int32[Array, " n"]
     active: Bool[Array, " n"]
     order: Int32[Array, " n"] | None
+    adapted: Bool[Array, " n"] | None = None
 
     def of_prompts(self, attend: Callable[[Array], tuple[Array, Array]], q_nHd: Array) -> tuple[Array, Array]:
         """attend(queries in the order of the prompts' keys), two arrays [n, ...], in the documents' order."""

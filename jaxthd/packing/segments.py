@@ -45,6 +45,7 @@ class Segments:
         stages, no collective may name ranks of other stages. ppermute names all ranks, so it is not used.
     windowed: the keys that attention in a window sees, of the document and of its prefix (None without
         prefixes). None for a model without such layers.
+    adapted: the tokens that low-rank matrices are on for; None: all.
     """
 
     ids: Int32[Array, " N"]
@@ -62,6 +63,7 @@ class Segments:
     documents: int | None
     uniform_program: bool
     windowed: tuple[SeenKeys, SeenKeys | None] | None = None
+    adapted: Bool[Array, " N"] | None = None
 
     @property
     def valid(self) -> Bool[Array, " N"]:

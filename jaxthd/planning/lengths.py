@@ -20,6 +20,7 @@ from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.sources.columns import require_columns
 from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.speech import augmented_key
+from jaxthd.data.text.marks import mark_ids
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.usable import usable_examples
@@ -122,9 +123,12 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
         if kept.why_dropped(example, sum(found) / SAMPLE_RATE):
             continue
         for heard in dict.fromkeys((_played(example, found, augment, config.data.seed), tuple(found))):
-            pieces = list(chain(*(encoder.pieces(n) for n in heard))) if encoder else []
+            made_of = [list(encoder.pieces(n)) for n in heard] if encoder else []
+            pieces = list(chain(*made_of))
             frames = [units_taken(x.frames, x.first + x.tokens, unit) * unit[0] for x in pieces]
-            of_audio = sum(piece.tokens for piece in pieces)
+            tokens_of = [sum(piece.tokens for piece in made) for made in made_of]
+            marks = mark_ids(encoder, tokenizer, tokens_of) if encoder else []
+            of_audio = sum(tokens_of) + sum(len(ids) for clip in marks for _, ids in clip)
             segments = segment_lengths(prompt - len(found) + of_audio, answers, share_prompts)
             if _fits(segments, sum(frames), config):
                 break

@@ -143,8 +143,11 @@ class Blueprint:
     ) -> SpeechLM:
         config = self.config
         init = Init(key, parameter_dtype(config.compute), mesh, draws=draws)
-        documents = config.data.max_documents
-        model = SpeechLM(config.model, init, config.compute, stages, max_documents=documents, **options)
+        options |= {
+            "max_documents": config.data.max_documents,
+            "lora_documents": config.adapt.lora_documents if config.adapt.lora_rank else "all",
+        }
+        model = SpeechLM(config.model, init, config.compute, stages, **options)
         add_lora(model, config.adapt, key)
         use_fp8(model, config.compute.fp8_projections)
         return model

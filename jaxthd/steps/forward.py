@@ -17,9 +17,9 @@ from jaxthd.config import Config
 from jaxthd.models.adapt import join
 from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, transcripts
-from jaxthd.models.dropout import Draws, drawing
 from jaxthd.models.front_ends.contract import LABEL_LOSS
 from jaxthd.models.hybrid import StackedLayers
+from jaxthd.models.lora_tokens import Draws, drawing
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.objectives import LOSS, Objective, Tokens, make_objective
 from jaxthd.objectives.sft import negative_log_likelihood

@@ -11,6 +11,7 @@ from jaxthd.config import Config
 from jaxthd.config.findings import Finding, multiples
 from jaxthd.hf.family_names import OurNames, our_names, patterns_of
 from jaxthd.models.adapt import (
+    absorbed,
     dotted,
     fp8_projections,
     matches,
@@ -60,6 +61,13 @@ def _adaptation(config: Config, device: DeviceFacts) -> Iterator[Finding]:
                 found += " but routers or routed experts, which have no low-rank matrices"
             what = "projection" if field == "lora_targets" else "parameter"
             yield _no_match(found, what, names, near, our_names(pattern, config.model, _shapes(model)))
+    of_all = [name for name in absorbed(model) if matches(name, adapt.lora_targets)]
+    if of_all and adapt.lora_rank and adapt.lora_documents != "all":
+        expected = '"all", because decoding multiplies these projections\' matrices into others'
+        found = f"adapt.lora_documents is {adapt.lora_documents!r} with LoRA on {', '.join(of_all)}"
+        yield Finding(
+            found, expected, "set adapt.lora_documents to all, or leave them out of adapt.lora_targets"
+        )
     if not any(jax.tree.leaves(trained(model, adapt))):
         change = "freeze less, or set adapt.lora_rank to train low-rank matrices"
         yield Finding("adapt.freeze matches every parameter", "one that trains", change)
@@ -140,6 +148,9 @@ def _lora(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     if adapt.lora_dropout and not adapt.lora_rank:
         change = "set adapt.lora_rank to 16, for example, or adapt.lora_dropout to 0.0"
         yield Finding(f"adapt.lora_dropout is {adapt.lora_dropout} with adapt.lora_rank 0", "0", change)
+    if adapt.lora_documents == "audio" and config.model.encoder is None:
+        found = 'adapt.lora_documents is "audio" with a model without an encoder, where LoRA is never on'
+        yield Finding(found, '"all"', "set adapt.lora_documents to all")
     if adapt.lora_dropout and draws(config):
         yield Finding(
             f"adapt.lora_dropout is {adapt.lora_dropout} with train.objective {config.train.objective!r}",

@@ -62,6 +62,16 @@ def test_audio_flamingo_3_s_form(answer: str, text: str):
     assert form.read(form.write(text, {})) == text
 
 
+def test_moss_s_form():
+    form = answer_form("moss")
+    two = "[0.48][S01]One two.[1:02.5][1:03][S02] Three\nfour. [75.20]"
+    assert form.read(two) == "One two. Three\nfour."
+    assert form.write(two, {"duration": 80.0}) == two
+    assert form.write("One.", {"duration": 1.5}) == "[0.00][S01]One.[1.50]"
+    assert form.read(form.write("One.", {"duration": 1.5})) == "One."
+    assert form.write("One.", {"duration": None}) == "One."
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_an_answer_of_no_form_is_the_text(name: str):
     assert answer_form(name).read("One two.") == "One two."

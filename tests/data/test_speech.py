@@ -24,8 +24,10 @@ from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
-from jaxthd.models.front_ends import Transcribe
+from jaxthd.models.front_ends import Transcribe, Whisper
 from jaxthd.packing.document import Document
+from jaxthd.planning.lengths import measure
+from tests.hf.published import load_reference
 
 CONFIG = Config(model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)))
 MASKED = replace(CONFIG, data=DataConfig(spec_augment=SpecAugmentConfig(freq=(1, 4), time=(2, 0.05))))
@@ -89,6 +91,27 @@ def test_speakers_of_the_data_reach_the_front_end_at_the_speed_of_the_recording(
     made = SpeechDocuments(config, TOKENIZER, train=False)(utterance(replace(clip, speakers=crowd)))
     assert isinstance(made, Skipped)
     assert "9 speakers are named; expected at most 8" in made.reason
+
+
+@pytest.mark.parametrize("samples", [3000, 31000, 32000, 140123, 16000 * 12 - 1])
+def test_time_marks_stand_between_audio_tokens_as_the_library_writes_them(samples: int):
+    """In documents and prompts, and in the lengths that are planned with."""
+    clip = Samples(np.random.default_rng(0).normal(0, 0.1, samples).astype(np.float32), 16000)
+    example = Example("a", (Turn("user", ("<", clip, ">")), Turn("assistant", ("yes",))))
+    encoder = Whisper(mel_bands=16, positions=250, joined=4, tail="ceil", time_marks=2)
+    config = replace(CONFIG, model=ModelConfig(encoder=encoder))
+    made = document(config, example)
+    marks = load_reference("moss")["marks"]
+    written = "".join(
+        "*" if is_audio else TOKENIZER.decode([token])
+        for token, is_audio in zip(made.tokens.tolist(), made.is_audio, strict=True)
+    )
+    assert f"<{marks[made.is_audio.sum()]}>" in written
+    assert made.is_audio.sum() == sum(piece.tokens for piece in made.pieces)
+    assert TOKENIZER.decode(made.tokens[made.supervised].tolist()) == "yes"
+    prompt = SpeechDocuments(config, TOKENIZER, train=False).prompt(example)
+    np.testing.assert_array_equal(prompt.tokens, made.tokens[: len(prompt)])
+    assert measure([example], config)[0].tokens.tolist() == [len(made)]
 
 
 def test_a_conversation_holds_its_recordings_in_order_and_supervises_every_answer(clips: tuple[Clip, Clip]):

@@ -107,7 +107,13 @@ ROWS = {
     "Qwen3OmniMoeForConditionalGeneration": Row("Qwen3-Omni", "qwen3_omni", SPEECH, sizes=(("chunks", 8),)),
     "VoxtralForConditionalGeneration": Row("Voxtral", "voxtral", SPEECH, sizes=WINDOW, trained=TABLE),
     "GlmAsrForConditionalGeneration": Row("GLM-ASR", "glmasr", SPEECH, sizes=WINDOW),
-    "GraniteSpeechForConditionalGeneration": Row("Granite Speech", "granite_speech", SPEECH),
+    "MossTranscribeDiarizeForConditionalGeneration": Row(
+        "MOSS-Transcribe-Diarize", "moss", SPEECH, "transformers", sizes=WINDOW, trained=TABLE
+    ),
+    "GraniteSpeechForConditionalGeneration": Row("Granite Speech 3.3, 4.0, 4.1", "granite_speech", SPEECH),
+    "GraniteSpeechPlusForConditionalGeneration": Row(
+        'Granite Speech 4.1 "plus"', "granite_speech_plus", SPEECH
+    ),
 }
 """By the family's title, or its format where another one has the title too."""
 

@@ -20,7 +20,7 @@ MISSING = {
     "Streaming recognition": "streaming realtime live",
     "A server": "serve server port endpoint endpoints listen",
     "Hot words": "hotwords hot boosting phrases",
-    "Diarization": "diarize diarization rttm",
+    "Diarization": "diarization rttm",
     "Voice activity detection": "vad",
     "Speech as output": "tts speak vocoder codec",
     "Beam search": "beam beams ngram",

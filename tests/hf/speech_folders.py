@@ -16,7 +16,7 @@ from tests.hf.published import change_published, tensors, write_published
 
 NAMES = (
     *("qwen3_asr", "qwen2_audio", "audioflamingo3", "qwen2_5_omni", "qwen3_omni"),
-    *("voxtral", "glmasr", "granite_speech"),
+    *("voxtral", "glmasr", "moss", "granite_speech", "granite_speech_plus"),
 )
 """The references that are whole speech LLMs."""
 ON_DISK = "language_model.model."
@@ -55,7 +55,11 @@ SPECIAL: Mapping[str, tuple[str, ...]] = {
         *("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>"),
         *("<|begin_of_audio|>", "<|end_of_audio|>", "<|pad|>"),
     ),
-    "granite_speech": ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|audio|>"),
+    "moss": (*CHATML, "<|audio_start|>", "<|audio_end|>", "<|audio_pad|>"),
+    **dict.fromkeys(
+        ("granite_speech", "granite_speech_plus"),
+        ("<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|audio|>"),
+    ),
 }
 """Special tokens; the last one stands for audio."""
 GRANITE = (
@@ -73,9 +77,12 @@ TEMPLATES = {
     "qwen3_asr": RECOGNISER + ANSWERS + ASKS,
     "audioflamingo3": FLAMINGO + ASKS,
     "qwen2_5_omni": FLAMINGO.replace("<sound>", "<|audio_bos|><|AUDIO|><|audio_eos|>") + ASKS,
-    "qwen3_omni": FLAMINGO.replace("<sound>", "<|audio_start|><|audio_pad|><|audio_end|>") + ASKS,
+    **dict.fromkeys(
+        ("qwen3_omni", "moss"),
+        FLAMINGO.replace("<sound>", "<|audio_start|><|audio_pad|><|audio_end|>") + ASKS,
+    ),
     "glmasr": GLM,
-    "granite_speech": GRANITE,
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), GRANITE),
 }
 TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
@@ -86,9 +93,9 @@ TEKKEN = (
 ENDS = {
     "qwen3_asr": "<|im_end|>",
     "qwen2_audio": "<|im_end|>",
-    **dict.fromkeys(("audioflamingo3", "qwen2_5_omni", "qwen3_omni"), "<|im_end|>"),
+    **dict.fromkeys(("audioflamingo3", "qwen2_5_omni", "qwen3_omni", "moss"), "<|im_end|>"),
     "glmasr": "<|endoftext|>",
-    "granite_speech": "<|end_of_text|>",
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), "<|end_of_text|>"),
 }
 
 

@@ -27,6 +27,7 @@ from tests.hf.speech_folders import as_authors, write_folder
             "Transcribe the input speech.{audio}",
             "audio_flamingo3",
         ),
+        ("moss", "chat_template", None, "moss"),
         ("glmasr", "chat_template", "{audio}Please transcribe this audio into text", "plain"),
         (
             "granite_speech",

@@ -17,7 +17,14 @@ from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from tests.helpers import assert_same
-from tests.hf.published import Published, assert_identical, published, tensors, write_published
+from tests.hf.published import (
+    Published,
+    assert_identical,
+    load_reference,
+    published,
+    tensors,
+    write_published,
+)
 from tests.hf.speech_folders import NAMES, ON_DISK, add_adapter, as_authors, merged
 
 LONG = [pytest.param(f"{name}_long", marks=pytest.mark.nightly) for name in NAMES]
@@ -93,6 +100,19 @@ def test_granite_speech_with_lora_in_files_of_its_own(prefix, tmp_path, capsys):
     assert_identical(again, original)
     assert open_checkpoint(tmp_path / "out").lora == adapt
     assert json.loads((tmp_path / "out" / "config.json").read_text())["has_lora_adapter"] is True
+
+
+def test_granite_speech_s_lora_is_on_with_audio_alone(tmp_path):
+    """Beside it in one buffer, text by itself is what the library computes without LoRA."""
+    folder = add_adapter(write_published("granite_speech", tmp_path / "published"), ON_DISK)
+    arrays, order = load_reference("granite_speech"), [3, 2, 0]
+    found, with_lora = (
+        Published.of(arrays, x).run(order)[1] for x in (folder, merged(folder, tmp_path / "merged"))
+    )
+    assert not arrays["seconds.3"].size
+    assert_same(found[0], arrays["logits.3"], 2e-5)
+    assert_same(found[1:], with_lora[1:], 1e-6)
+    assert not np.allclose(found[0], with_lora[0], atol=1e-3)
 
 
 def change_names(named: dict[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:

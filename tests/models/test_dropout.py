@@ -21,7 +21,7 @@ from jaxthd.config import (
     ModelConfig,
 )
 from jaxthd.models.blocks import MLP, Attention
-from jaxthd.models.dropout import Draws, drawing, dropped, of_layer
+from jaxthd.models.lora_tokens import Draws, drawing, dropped, of_layer
 from jaxthd.models.stacks import from_stages, to_stages
 from jaxthd.packing.batch import Batch, concatenate_rows
 from jaxthd.packing.document import Document

@@ -13,7 +13,9 @@ model is given one document at a time. save_pretrained's checkpoints stay in FOL
     qwen3_omni      the thinker; windows of 2 s in place of 8
     voxtral         windows of 2 s
     glmasr          windows of 2 s, rotary positions
+    moss            windows of 2 s
     granite_speech  attention in blocks of 2 s in place of 4; needs torchaudio's Python files
+    granite_speech_plus  the same; the Q-Former reads other layers too
     NAME_long       the published windows, recordings of 0.3 to 100 s; for the nightly tests
 
 Keys (c is a document's number):
@@ -24,6 +26,7 @@ Keys (c is a document's number):
     logits.c            [tokens, vocabulary]; of NAME_long those of the text's tokens alone
     loss                sum of -log p(tokens.c[t + 1] | tokens.c[: t + 1]) over text behind the last recording
     grad.NAME           gradient of loss, by tensor on disk; not of tables that the library does not train
+    marks               of moss: the text of a recording of 0, 1, ... audio tokens, a * for each
 """
 
 import copy
@@ -31,6 +34,7 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -70,14 +74,15 @@ Encoded = Callable[[Any, np.ndarray, int], torch.Tensor]
 @dataclass(frozen=True)
 class Variant:
     """kind: of the library's classes. fields: of the config, by seconds of a window. encoded: of a recording
-    alone. seconds: of a window, published. thinker_of: the model_type of the whole that the model is the
-    thinker of; "": it is the whole."""
+    alone. seconds: of a window, published. more: further arrays. thinker_of: the model_type of the whole that
+    the model is the thinker of; "": it is the whole."""
 
     kind: str
     fields: Callable[[int], dict[str, Any]]
     encoded: Encoded
     seconds: int = 30
     thinker_of: str = ""
+    more: Callable[[], Arrays] = dict
 
     @property
     def has_experts(self) -> bool:
@@ -198,6 +203,30 @@ def glmasr_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tenso
     return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
 
 
+def moss(seconds: int) -> dict[str, Any]:
+    audio = {**WHISPER, "hidden_size": 20, "intermediate_size": 28, "max_source_positions": 50 * seconds}
+    return {
+        "text_config": {"model_type": "qwen3", **TEXT, "head_dim": 10},
+        "audio_config": {"model_type": "moss_transcribe_diarize_audio", **audio},
+        "audio_token_id": PLACEHOLDER,
+    }
+
+
+def moss_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
+    extractor = transformers.MossTranscribeDiarizeFeatureExtractor(feature_size=MELS, chunk_length=seconds)
+    found = extractor(samples, sampling_rate=RATE, return_tensors="pt")
+    masks = found["input_features_mask"], found["padding_mask"]
+    return model.model.get_audio_features(found["input_features"], *masks).pooler_output
+
+
+def moss_marks() -> Arrays:
+    """By its processor, which needs no more of itself for it."""
+    kind = transformers.MossTranscribeDiarizeProcessor
+    own = SimpleNamespace(audio_token="*", audio_tokens_per_second=12.5, time_marker_every_seconds=2)
+    texts = [kind.replace_audio_token(own, {"num_audio_tokens": [n]}, 0) for n in range(160)]
+    return {"marks": np.array(texts)}
+
+
 def granite_speech(seconds: int) -> dict[str, Any]:
     """seconds: of an attention block."""
     encoder = {
@@ -234,6 +263,14 @@ def granite_speech(seconds: int) -> dict[str, Any]:
         "audio_token_index": PLACEHOLDER,
         "has_lora_adapter": False,
     }
+
+
+def granite_speech_plus(seconds: int) -> dict[str, Any]:
+    fields = granite_speech(seconds)
+    encoder, projector = fields["encoder_config"], fields["projector_config"]
+    encoder |= {"model_type": "granite_speech_plus_encoder", "num_layers": 4, "cat_hidden_layers": [2, 0, 3]}
+    projector["encoder_hidden_size"] = 4 * encoder["hidden_dim"]
+    return fields
 
 
 def granite_speech_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
@@ -304,7 +341,11 @@ VARIANTS = {
     ),
     "voxtral": Variant("Voxtral", voxtral, voxtral_encoded),
     "glmasr": Variant("GlmAsr", glmasr, glmasr_encoded),
+    "moss": Variant("MossTranscribeDiarize", moss, moss_encoded, more=moss_marks),
     "granite_speech": Variant("GraniteSpeech", granite_speech, granite_speech_encoded, seconds=4),
+    "granite_speech_plus": Variant(
+        "GraniteSpeechPlus", granite_speech_plus, granite_speech_encoded, seconds=4
+    ),
 }
 
 
@@ -387,7 +428,7 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
     loss.backward()
     found = gradients(model, folder.with_name(f"{name}_gradients"))
     out |= {f"grad.{prefix}{k}": v for k, v in found.items()}
-    return out | {"loss": loss.detach().numpy()}
+    return out | {"loss": loss.detach().numpy()} | variant.more()
 
 
 def main() -> None:

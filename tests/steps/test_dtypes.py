@@ -28,7 +28,7 @@ from jaxthd.config import (
     TrainConfig,
 )
 from jaxthd.models.blocks import MLP, Attention, Mamba2
-from jaxthd.models.dropout import Draws, drawing, dropped
+from jaxthd.models.lora_tokens import Draws, drawing, dropped
 from jaxthd.packing.document import Document
 from jaxthd.steps.forward import objective_of
 from tests.clips import clip_of

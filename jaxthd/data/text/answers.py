@@ -3,6 +3,7 @@
 A form is one class and one line in FORMS; data.answer names it. Sources give transcripts as they are.
 """
 
+import re
 from typing import Protocol, runtime_checkable
 
 from jaxthd.data.example import Fields
@@ -97,10 +98,28 @@ class AudioFlamingo3:
         return text[1:-1].strip() if is_quoted else text
 
 
+class Moss:
+    """MOSS-Transcribe-Diarize's: [START][S01]TRANSCRIPT[END] of each speaker's segments, in seconds. A
+    transcript without times is one segment of the whole recording, where the line gives its duration."""
+
+    changes = True
+    segment = re.compile(r"\[[^\[\]]+\]\[S\d+\](.*?)\[[^\[\]]+\]", re.DOTALL)
+
+    def write(self, text: str, fields: Fields) -> str:
+        seconds = fields.get("duration")
+        if self.segment.search(text) or not isinstance(seconds, int | float):
+            return text
+        return f"[0.00][S01]{text}[{seconds:.2f}]"
+
+    def read(self, answer: str) -> str:
+        return " ".join(x.strip() for x in self.segment.findall(answer)) or answer
+
+
 FORMS: dict[str, AnswerForm] = {
     "plain": Plain(),
     "qwen3_asr": Qwen3ASR(),
     "audio_flamingo3": AudioFlamingo3(),
+    "moss": Moss(),
 }
 """The forms by name."""
 

@@ -48,7 +48,8 @@ class Routing(NamedTuple):
 class Mixer(Protocol):
     """An nnx.Module. Dims are read from its parameters, which may be one rank's shards of them.
 
-    It may name projections of its own that get no LoRA and no FP8 (`no_lora`), or no FP8 alone (`no_fp8`).
+    It may name projections of its own that get no LoRA and no FP8 (`no_lora`), or no FP8 alone (`no_fp8`);
+    and those whose matrix decoding multiplies into another one, for all tokens alike (`absorbed`).
     """
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:

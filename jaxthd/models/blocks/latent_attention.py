@@ -26,7 +26,7 @@ from jaxthd.config.findings import Finding
 from jaxthd.config.rope import rope_faults
 from jaxthd.config.values import DERIVED, Index
 from jaxthd.files.tensor_names import Shape, Table, matrix
-from jaxthd.models import dropout
+from jaxthd.models import lora_tokens
 from jaxthd.models.blocks.attention import COST_KEYS
 from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
@@ -122,6 +122,8 @@ class LatentAttentionMixer(nnx.Module):
     Heads are sharded over the tensor ranks. All ranks hold the projections to the latents, and compute them.
     """
 
+    absorbed = ("kv",)
+
     def __init__(
         self,
         latent: LatentAttention,
@@ -209,7 +211,7 @@ class LatentAttentionMixer(nnx.Module):
         gathers = self.exchange == "all_gather" or not segments.uniform_program
         if gathers and segments.context > 1 and segments.splits is None:
             kept_RNC = jax.lax.all_gather(kept_NC, segments.axis)
-            with dropout.of_all_ranks(segments.axis):
+            with lora_tokens.of_all_ranks(segments.axis):
                 pair = self._expanded(kept_RNC.reshape(-1, self.sizes.kept))
             k, v = (x.reshape(*kept_RNC.shape[:2], *x.shape[1:]) for x in pair)
             o_NHV = gathered_attention(q_NHd, k, v, segments, scale=self.scale, backend=self.backend)

@@ -136,7 +136,7 @@ class QueryLayer(nnx.Module):
         dim, heads = config.query_dim, config.query_heads
         self.self_attention = QueryAttention(dim, dim, heads, init)
         sees = number % config.cross_every == 0
-        self.cross_attention = QueryAttention(dim, config.model_dim, heads, init) if sees else None
+        self.cross_attention = QueryAttention(dim, config.read_dim, heads, init) if sees else None
         self.up = Linear(dim, config.query_ffn_dim, init, bias=True)
         self.down = Linear(config.query_ffn_dim, dim, init, bias=True)
         self.norm = LayerNorm(dim, init, _QUERY_EPS)
@@ -198,22 +198,24 @@ class GraniteConformerEncoder(nnx.Module):
         module = partial(applied, keeps_gathered=self.keeps_gathered)
         x_AD = module(self.input, jnp.where(mask_A[:, None], features_AW, 0))
 
-        def body(block: ConformerBlock, x_AD: Array) -> tuple[Array, dict[str, Any]]:
-            """One block, and its running statistics."""
+        def body(block: ConformerBlock, x_AD: Array) -> tuple[Array, tuple[dict[str, Any], Array | None]]:
+            """One block, its running statistics, and its outputs where they are joined."""
             x_AD = block(x_AD, frames, neighbours, train=train, axes=axes)
-            return x_AD, nnx.to_pure_dict(nnx.state(block, Buffer))
+            return x_AD, (nnx.to_pure_dict(nnx.state(block, Buffer)), x_AD if config.joined_layers else None)
 
         run, half = partial(scan_stack, remat=self.remat, unroll=self.unroll), config.layers // 2
         graph, state = nnx.split(self.blocks)
-        found = []
+        found, outputs = [], [x_AD]
         for part in (slice(0, half), slice(half, config.layers)):
             if part.start == half and half:
-                x_AD = module(self.middle, x_AD)
+                x_AD = outputs[-1] = module(self.middle, x_AD)
             if part.start < part.stop:
                 some = nnx.merge(graph, jax.tree.map(lambda w, part=part: w[part], state))
-                x_AD, buffers = run(some, body, x_AD)
+                x_AD, (buffers, of_blocks) = run(some, body, x_AD)
                 found.append(buffers)
-        windows_NLD = jnp.where(frames.valid[:, None], x_AD, 0).reshape(-1, config.window, x_AD.shape[1])
+                outputs.extend([] if of_blocks is None else of_blocks)
+        x_AD = jnp.concatenate([*(outputs[number] for number in config.joined_layers), x_AD], axis=1)
+        windows_NLD = jnp.where(frames.valid[:, None], x_AD, 0).reshape(-1, config.window, config.read_dim)
         y_EZ = module(self.qformer, windows_NLD)
         buffers = jax.tree.map(lambda *each: jnp.concatenate(each), *found)
         return jnp.where(pieces.valid[:, None], y_EZ, 0), {"blocks": buffers}

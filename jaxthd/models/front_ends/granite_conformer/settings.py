@@ -53,6 +53,9 @@ class GraniteConformer(FrontEnd):
     labels: int = 42
     """Labels whose probabilities, read off the middle block, are added to what goes on (self-conditioned
     CTC)."""
+    joined_layers: tuple[int, ...] = ()
+    """Conformer blocks, from 1 on, whose outputs the Q-Former reads beside those of the last one; 0: what the
+    first one reads (Granite Speech 4.1 "plus")."""
     window: int = 15
     """Frames of a window of the Q-Former."""
     queries: int = 3
@@ -75,6 +78,11 @@ class GraniteConformer(FrontEnd):
     @property
     def bands(self) -> int:
         return self.width
+
+    @property
+    def read_dim(self) -> int:
+        """Numbers of a frame that the Q-Former reads."""
+        return self.model_dim * (1 + len(self.joined_layers))
 
     @property
     def unit(self) -> tuple[int, int]:
@@ -110,6 +118,10 @@ class GraniteConformer(FrontEnd):
             expected = "an odd number, because there are as many taps before a frame as after it"
             change = f"set {where}.conv_kernel to {self.conv_kernel - 1} or {self.conv_kernel + 1}"
             yield Finding(f"{where}.conv_kernel is {self.conv_kernel}", expected, change)
+        if self.joined_layers != tuple(sorted({*self.joined_layers} & {*range(self.layers)})):
+            expected = f"numbers of blocks that rise, from 0 to {self.layers - 1}"
+            found, change = f"{where}.joined_layers is {self.joined_layers}", f"correct {where}.joined_layers"
+            yield Finding(found, expected, change)
         if self.distances < self.block:
             yield Finding(
                 f"{where}.distances is {self.distances} with blocks of {self.block} frames",

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtyping import Float32
 
 from jaxthd.config.findings import Finding, multiples
-from jaxthd.config.front_end import FrontEnd, Piece, register_front_end
+from jaxthd.config.front_end import SAMPLE_RATE, FrontEnd, Piece, register_front_end
 from jaxthd.config.values import DERIVED, Index
 from jaxthd.files.tensor_names import Table
 from jaxthd.models.front_ends.log_mel import HOP
@@ -30,7 +30,16 @@ class Whisper(FrontEnd):
     title = "Whisper"
     module = "jaxthd.models.front_ends.whisper.module:WhisperEncoder"
     longest_setting = "model.encoder.positions"
-    feature_settings = ("mel_bands", "positions", "joined", "silence", "tail", "whole_features", "windows")
+    feature_settings = (
+        "mel_bands",
+        "positions",
+        "joined",
+        "silence",
+        "tail",
+        "whole_features",
+        "time_marks",
+        "windows",
+    )
     kind: Annotated[Literal["whisper"], DERIVED] = "whisper"
     mel_bands: int = 128
     """Mel bands of the features."""
@@ -65,6 +74,9 @@ class Whisper(FrontEnd):
     whole_features: bool = False
     """Whether features are of the recording as a whole, with one maximum, 80 dB below which they are cut off
     (Voxtral); or of each window by itself."""
+    time_marks: Index = 0
+    """Seconds after which, again and again, the number of the recording's seconds so far is written between
+    its audio tokens (MOSS-Transcribe-Diarize: 2); 0: none."""
     windows: Index = 0
     """Windows of a recording that are heard: what comes behind them is cut off, as the published code does
     (Qwen2-Audio: 1; GLM-ASR: 21); 0: all."""
@@ -92,6 +104,12 @@ class Whisper(FrontEnd):
     def heard(self, samples: int) -> int:
         most = 2 * self.positions * HOP * self.windows
         return min(samples, most) if most else samples
+
+    def marks(self, tokens: int) -> list[tuple[int, str]]:
+        every = round(self.time_marks * SAMPLE_RATE) // (2 * self.joined * HOP)
+        return (
+            [(n, str(n // every * self.time_marks)) for n in range(every, tokens + 1, every)] if every else []
+        )
 
     def pieces(self, samples: int) -> list[Piece]:
         found = []
