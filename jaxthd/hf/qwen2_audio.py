@@ -59,6 +59,7 @@ QWEN2_AUDIO = SpeechLLM(
         "num_key_value_heads": 32,
         "rms_norm_eps": 1e-6,
     },
+    ties=False,
     encoder=Whisper(join="mean", joined=2, silence="hidden", windows=1),
     parts={
         AUDIO: Part(

@@ -43,6 +43,7 @@ QWEN2_5_OMNI = replace(
     model_types=("qwen2_5_omni",),
     decoders=(replace(QWEN2, model_types=("qwen2_5_omni_text",)),),
     text={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
+    ties=True,
     encoder=Whisper(
         join="mean", joined=2, silence="absent", whole_features=True, stored_positions=False, windows=150
     ),

@@ -91,7 +91,7 @@ class SpeechLLM:
     format, title, model_types: as in Family.
     decoders: the families of decoders that text_config may be of. text: its settings where they are absent.
     text_ties: whether text_config says that the embedding is tied, where nothing above does; the library
-        does not ask it.
+        does not ask it. ties: False where the library has a head of its own, whatever the settings say.
     encoder: with the settings that no field holds. parts: the objects that hold the others, by name; "" for
         config.json itself.
     adapter: (encoder, decoder's dim) -> the settings of the adapter (ModelConfig), which no field holds.
@@ -106,6 +106,7 @@ class SpeechLLM:
     decoders: tuple[Decoder, ...]
     text: Fields
     text_ties: bool = False
+    ties: bool = True
     encoder: FrontEnd
     parts: Mapping[str, Part]
     adapter: Callable[[FrontEnd, int], dict[str, Any]]
@@ -131,7 +132,7 @@ class SpeechLLM:
         combine with this encoder."""
         own = self.own(fields)
         text = {**self.text, **(own.get(TEXT) or {})}
-        text[TIED] = bool(own.get(TIED, (text if self.text_ties else self.text).get(TIED)))
+        text[TIED] = self.ties and bool(own.get(TIED, (text if self.text_ties else self.text).get(TIED)))
         text = without_axes(text)
         kind = text.get("model_type", self.decoders[0].model_types[0])
         for decoder in self.decoders:

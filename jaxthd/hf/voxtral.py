@@ -35,6 +35,7 @@ VOXTRAL = SpeechLLM(
         "rope_theta": 1e8,
         "head_dim": 128,
     },
+    ties=False,
     encoder=Whisper(joined=JOINED, tail="window", whole_features=True),
     parts={
         AUDIO: Part(

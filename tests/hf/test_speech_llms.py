@@ -25,7 +25,7 @@ from tests.hf.published import (
     tensors,
     write_published,
 )
-from tests.hf.speech_folders import NAMES, ON_DISK, add_adapter, as_authors, merged
+from tests.hf.speech_folders import NAMES, ON_DISK, add_adapter, as_authors, change_config, merged
 
 LONG = [pytest.param(f"{name}_long", marks=pytest.mark.nightly) for name in NAMES]
 
@@ -61,6 +61,13 @@ def test_an_export_is_the_original_bit_by_bit(name, tmp_path):
     export_weights(tmp_path / "imported", tmp_path / "out")
     read = {key: x for key, x in want.items() if not any(fnmatch(key, pattern) for pattern in ignored)}
     assert_identical(tensors(tmp_path / "out"), read)
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", "audioflamingo3", "voxtral"])
+def test_a_head_that_the_library_never_ties_is_read(name, tmp_path):
+    folder = write_published(name, tmp_path / name)
+    change_config(folder, tie_word_embeddings=True)
+    assert not model_config(folder).llm.tied_embedding
 
 
 def test_qwen3_asr_in_its_authors_form(tmp_path):
