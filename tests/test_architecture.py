@@ -52,6 +52,7 @@ BESIDE = {
     ("training", "inference"),
     ("training", "planning"),
     ("training", "run"),
+    ("training", "terminal"),
     ("figures", "run"),
     ("figures", "inference"),
     ("figures", "planning"),

@@ -35,7 +35,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
-from jaxthd.training.cached_reference import CachedReference
+from jaxthd.training.cached_reference import CachedReference, of_earlier_form
 from tests import survival
 from tests.parallel.test_distributed import two, until
 from tests.shared_programs import shared_programs, without_clock
@@ -167,6 +167,21 @@ def test_a_run_of_an_earlier_jaxthd_keeps_its_numbers(config: Config, whole: Pat
     expected = without_clock(read_metrics(whole))
     assert trained(config, tmp_path) == expected
     assert sorted(map(str, read_lines(file))) == sorted(map(str, [first, *lines]))
+
+
+def test_objects_in_such_a_file_are_not_unpickled(tmp_path: Path):
+    (tmp_path / "reference.json").write_text('{"weights": "w"}')
+    folder = tmp_path / "reference" / "w"
+    folder.mkdir(parents=True)
+    executed = tmp_path / "executed"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return executed.touch, ()
+
+    np.savez(folder / "0.npz", log_probs=np.array([Evil()], object), lengths=[1], digests=[[1]])
+    assert of_earlier_form(tmp_path) == [{"weights": "w"}]
+    assert not executed.exists()
 
 
 @pytest.mark.exhaustive

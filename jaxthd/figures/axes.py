@@ -93,6 +93,8 @@ def points(
 
 
 COLORS = {
+    "starting": light(HUES[0]),
+    "restoring": HUES[0],
     "stepping": HUES[2],
     "drawing": light(HUES[2]),
     "compiling": HUES[4],
@@ -101,6 +103,7 @@ COLORS = {
     "validating": HUES[3],
     "saving": HUES[5],
     "lost": HUES[6],
+    "stalled": INK,
     "other": PADDING,
 }
 FONT = 13

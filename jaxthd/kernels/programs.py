@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 
 import jax.monitoring
 
+from jaxthd.parallel.beats import beat
+
 _READ = "/jax/compilation_cache/cache_hits"
 """The event by which jax reports that a program was read from the cache on disk in place of compiling it."""
 _reads = threading.local()
@@ -41,9 +43,11 @@ class Program:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         before = _count()
+        beat()
         try:
             return self._jitted(*args, **kwargs)
         finally:
+            beat()
             self._read += _count() - before
 
     def compiled(self, *args: Any) -> Any:

@@ -32,6 +32,7 @@ import jax
 from jax._src.distributed import _jax, global_state
 
 from jaxthd.errors import UserError
+from jaxthd.parallel.beats import beat
 
 HEARTBEAT_SECONDS = 30
 """A process whose heartbeats stop for this long is considered gone."""
@@ -39,6 +40,8 @@ START_SECONDS = 300
 """Seconds that processes wait for the others to start."""
 PATIENCE_SECONDS = 600
 """Seconds that processes wait at an exchange for one that is alive: longer than compiling takes."""
+STRANGER_SECONDS = 10
+"""Seconds that process 0 gives a connection to say that it is of this run."""
 NOTICE_SECONDS = 5
 """Every process has been told within this time that another one is gone."""
 
@@ -141,6 +144,26 @@ def _give_up() -> NoReturn:
     os._exit(1)
 
 
+def process_id() -> int:
+    """The index of this process among those of the run."""
+    return int(global_state.process_id)
+
+
+def tell(topic: str, value: Any) -> None:
+    """Leaves a value (JSON) where all processes find it, in place of the one before. It waits for nobody."""
+    if global_state.client is not None:
+        with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, or all end
+            key = f"jaxthd-{topic}/{global_state.process_id}"
+            global_state.client.key_value_set(key, json.dumps(value), allow_overwrite=True)
+
+
+def reports(topic: str) -> dict[int, Any]:
+    """What the processes have told last, by process; {} where there is one. Raises what jax raises."""
+    client = global_state.client
+    found = client.key_value_dir_get(f"jaxthd-{topic}/") if client is not None else []
+    return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
+
+
 def is_first() -> bool:
     """Whether this is process 0, which writes whatever the run writes only once."""
     return global_state.process_id == 0
@@ -152,6 +175,7 @@ def exchange(value: Any) -> list[Any]:
     All processes must call it, equally often.
     Raises UserError that names the processes that have not called it after PATIENCE_SECONDS.
     """
+    beat()
     text, client = json.dumps(value), global_state.client
     if client is None:
         return [json.loads(text)]
@@ -201,10 +225,14 @@ def _watch(me: int, number: int) -> None:
         exchange([server.getsockname()[1], token])
         while len(_connections) < number - 1:
             connection, _ = server.accept()
-            connection.settimeout(START_SECONDS)
-            said = connection.makefile("r")
-            if said.readline() == f"{token}\n":  # otherwise it is not a process of this run
-                _listen(connection, said, int(said.readline()))
+            connection.settimeout(STRANGER_SECONDS)
+            # A port scanner, for one, is no process of this run: whatever it sends, or nothing, is dropped.
+            with suppress(OSError, ValueError):
+                said = connection.makefile("r")
+                if said.readline(len(token) + 1) == f"{token}\n":
+                    _listen(connection, said, int(said.readline(20)))
+                    continue
+            connection.close()
         server.close()
     else:
         (port, token), *_ = exchange(None)

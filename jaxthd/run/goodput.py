@@ -16,6 +16,7 @@ import jax.monitoring
 
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.jsonl import read_lines
+from jaxthd.parallel.beats import beat
 from jaxthd.parallel.processes import is_first
 from jaxthd.run.metrics import CAUSES
 
@@ -31,14 +32,15 @@ _COMPILING = "/jax/core/compile/"
 class TimeAccount(AbstractContextManager["TimeAccount"]):
     """Every second of the command belongs to one cause (jaxthd.run.metrics.CAUSES). A context manager.
 
-    began: when the command did, of time.monotonic(). What the thread that made it compiles counts as
-    compiling, whatever else it happens in. What the command does at its end counts as the last cause.
+    began: when the command did, of time.monotonic(). Time counts as starting until the first switch. What the
+    thread that made it compiles counts as compiling, whatever else it happens in. What the command does at
+    its end counts as the last cause.
     """
 
     def __init__(self, workdir: Path, began: float) -> None:
         self._path, self._settled, self.began = workdir / FILE, began, began
         self._seconds = dict.fromkeys(CAUSES, 0.0)
-        self._cause, self._is_continued = "other", False
+        self._cause, self._is_continued, self._stalled = "starting", False, 0.0
         self._compiled: list[tuple[float, float]] = []  # spans since the last settling, apart, in order
         self._thread = threading.get_ident()
         jax.monitoring.register_event_duration_secs_listener(self._listen)
@@ -69,6 +71,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
 
     def switch(self, cause: str) -> None:
         """From now on, time belongs to this cause."""
+        beat()
         self._settle()
         self._cause = cause
 
@@ -123,6 +126,15 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         self._seconds[cause] += seconds
 
     @property
+    def cause(self) -> str:
+        """What time belongs to now."""
+        return self._cause
+
+    def stalled(self, seconds: float) -> None:
+        """So many seconds before now were a stall, whatever they belonged to. Any thread may call it."""
+        self._stalled += seconds
+
+    @property
     def seconds(self) -> Mapping[str, float]:
         """Seconds of each cause until now, since the run began."""
         self._settle()
@@ -149,6 +161,9 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
         compiling = sum(end - start for start, end in self._compiled)
         self._seconds["compiling"] += compiling
         self._seconds[self._cause] += max(now - self._settled - compiling, 0.0)
+        stalled, self._stalled = min(self._stalled, self._seconds[self._cause]), 0.0
+        self._seconds[self._cause] -= stalled
+        self._seconds["stalled"] += stalled
         self._settled, self._compiled = now, []
 
     def _write(self) -> None:

@@ -269,6 +269,14 @@ STEP_METRICS: list[Metric] = [
 """Metrics of every training step."""
 
 _CAUSES = {
+    "starting": (
+        "starting the command: Python, devices, data sets, and everything else before the first step",
+        "Often a slow file system, which a container image or a local copy of the environment avoids.",
+    ),
+    "restoring": (
+        "reading a checkpoint, and checking it",
+        "A slow file system: put the workdir on a faster one.",
+    ),
     "stepping": ("the steps themselves; of jaxthd grpo scores and updates", ""),
     "drawing": (
         "drawing answers in jaxthd grpo; not in lines of runs that draw none",
@@ -296,7 +304,11 @@ _CAUSES = {
         "data_wait_seconds and validating_seconds",
         "Lower train.checkpoint_every; let SIGTERM or train.max_seconds stop the run, which saves.",
     ),
-    "other": ("starting: devices, data sets, weights; and all the rest", ""),
+    "stalled": (
+        "pauses in which nothing was done, far longer than any before",
+        "The log names the process that held the run up, with its stack.",
+    ),
+    "other": ("all the rest; in older runs, starting and restoring", ""),
 }
 CAUSES = tuple(_CAUSES)
 """Names of the causes that a run's time goes to (jaxthd.run.goodput)."""

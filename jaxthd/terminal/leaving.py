@@ -9,11 +9,28 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 EXIT_SECONDS = 10.0
 """Seconds that Python may take to exit once the command is done and all is saved."""
 
 _why: list[str] = []
+_began: list[float] = []
+
+
+def command_began() -> float:
+    """When this process began, of time.monotonic(), if it is one of a command; else now."""
+    return _began[0] if _began else time.monotonic()
+
+
+def _process_began() -> float:
+    """When the kernel started this process; now, where that is not known."""
+    now = time.monotonic()
+    with suppress(OSError, ValueError, IndexError, AttributeError):
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        began = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return now - max(time.clock_gettime(time.CLOCK_BOOTTIME) - began, 0.0)
+    return now
 
 
 def may_hang(why: str) -> None:
@@ -28,6 +45,7 @@ def ends_in_time() -> Iterator[None]:
     The exit status is that of the command.
     """
     status = 0
+    _began[:] = [_process_began()]
     try:
         yield
     except SystemExit as end:

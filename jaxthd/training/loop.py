@@ -3,7 +3,6 @@
 jaxthd train and jaxthd grpo differ in the supplier of their steps alone (jaxthd/run/supplier.py).
 """
 
-import time
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict
@@ -43,6 +42,7 @@ from jaxthd.run.report import end_report
 from jaxthd.run.signals import StopRequests
 from jaxthd.run.startup import prepared
 from jaxthd.run.supplier import Run, Say, Stepped, Supplier
+from jaxthd.run.watchdog import Watchdog
 from jaxthd.run.workdir import OpenedRun, opened
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.reference_scores import make_refresh
@@ -53,6 +53,7 @@ from jaxthd.steps.state import (
     checkpoint_layout,
     device_layout,
 )
+from jaxthd.terminal.leaving import command_began
 
 StepFunction = Callable[[TrainState, int], tuple[TrainState, Stepped]]
 
@@ -73,9 +74,8 @@ def run_training(
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
     finite, and where a checkpoint cannot be saved.
     """
-    start = time.monotonic()
     with mirrored(workdir) as folder:
-        return _run(config, folder, supplied, changes, start)
+        return _run(config, folder, supplied, changes)
 
 
 def _run(
@@ -83,16 +83,17 @@ def _run(
     workdir: Path,
     supplied: Callable[[Run], Supplier],
     changes: Collection[str],
-    start: float,
 ) -> bool:
-    """run_training in a folder. start: when the command began."""
+    """run_training in a folder."""
     # The workdir keeps the config as it was given: another machine may admit other kernels.
+    start = command_began()
     given = with_sizes(with_held_out(config, workdir), workdir)
     config = prepared(with_layout(given, workdir))
     with ExitStack() as stack:
         stack.enter_context(goes_on_unread())
         held = stack.enter_context(opened(workdir, given, changes))
         account = stack.enter_context(TimeAccount(workdir, start))
+        stack.enter_context(Watchdog(lambda: account.cause, account.stalled))
         require_same("the configuration", asdict(config))
         keep_layout(given, config, workdir)
         outputs = OutputFolder(workdir)
@@ -200,7 +201,9 @@ def _announced(step: StepFunction, first: int, say: Say, account: TimeAccount) -
 def _newest_state(run: Run, checkpoints: Checkpoints, supplier: Supplier) -> TrainState:
     """The newest checkpoint's state, with the supplier set to where its data goes on; else a new run's."""
     blueprint, mesh = run.blueprint, run.mesh
-    restored = checkpoints.restore_latest(abstract_state(blueprint), canonical_shardings(blueprint, mesh))
+    shardings = canonical_shardings(blueprint, mesh)
+    with run.account.during("restoring"):
+        restored = checkpoints.restore_latest(abstract_state(blueprint), shardings)
     if restored is None:
         return start_state(blueprint, mesh)
     state, position = restored

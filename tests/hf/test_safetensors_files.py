@@ -1,6 +1,7 @@
 """Tensors of every dtype pass through files unchanged; what cannot is said."""
 
 import json
+import pickle
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,3 +60,23 @@ def test_a_dtype_that_cannot_be_held_is_an_error_that_names_it(tmp_path: Path):
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(UserError, match=r"tower.w in .* is stored as F8_E5M2; expected one of F64, .*BOOL"):
         SafetensorsFolder(tmp_path).dtype("tower.w")
+
+
+def test_pickled_weights_are_refused_and_not_unpickled(tmp_path: Path):
+    executed = tmp_path / "executed"
+
+    class Evil:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return executed.touch, ()
+
+    (tmp_path / "pytorch_model.bin").write_bytes(pickle.dumps(Evil()))
+    with pytest.raises(UserError, match=r"no \*\.safetensors in .*convert the weights to safetensors"):
+        SafetensorsFolder(tmp_path)
+    assert not executed.exists()
+
+
+@pytest.mark.parametrize("name", ["../other.safetensors", "/etc/passwd"])
+def test_an_index_that_leaves_the_folder_is_refused(name: str, tmp_path: Path):
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": name}}))
+    with pytest.raises(UserError, match="expected files in its own folder"):
+        SafetensorsFolder(tmp_path)

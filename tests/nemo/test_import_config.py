@@ -318,6 +318,7 @@ def test_numbers_and_interpolations_are_omegaconf_s(tmp_path: Path, monkeypatch:
         ("model: {a: '${b}'}\ndata: {}", [], r"model.a has \$\{b\}, which nothing gives"),
         ("model: {a: '${model.b}', b: '${model.a}'}\ndata: {}", [], "leads back to itself"),
         ("model: [", [], "is no YAML"),
+        ("model: !!python/object/apply:os.system [false]\ndata: {}", [], "is no YAML"),
         ("steps: 3", [], "is no experiment of NeMo's"),
         ("defaults: [a]\nmodel: {}\ndata: {}", [], "exp_config.yaml"),
         ("model: {}\ndata: {}", ["model"], "expected KEY=VALUE"),

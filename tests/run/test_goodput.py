@@ -40,7 +40,9 @@ def spent(**seconds: float) -> dict[str, float]:
 def test_every_second_has_one_cause(tmp_path: Path, clock: SimpleNamespace):
     with TimeAccount(tmp_path, 90.0) as account:
         account.continued(tmp_path / "metrics.jsonl", 0)
-        account.switch("stepping")  # 10 s since the command began
+        with account.during("restoring"):
+            clock.now += 2.0
+        account.switch("stepping")  # 12 s since the command began
         clock.now += 3.0
         with account.during("validating"):
             clock.now += 2.0
@@ -48,13 +50,28 @@ def test_every_second_has_one_cause(tmp_path: Path, clock: SimpleNamespace):
                 clock.now += 1.0
         clock.now += 4.0
         account.move(1.5, "data_wait")
-        assert account.seconds == spent(other=10, stepping=5.5, data_wait=1.5, validating=2, saving=1)
+        assert account.seconds == spent(
+            starting=10, restoring=2, stepping=5.5, data_wait=1.5, validating=2, saving=1
+        )
         account.switch("saving")
         clock.now += 7.0
-    assert stored_seconds(tmp_path) == spent(other=10, stepping=5.5, data_wait=1.5, validating=2, saving=8)
+    assert stored_seconds(tmp_path) == spent(
+        starting=10, restoring=2, stepping=5.5, data_wait=1.5, validating=2, saving=8
+    )
     line = time_line(stored_seconds(tmp_path))
-    assert line["goodput"] == pytest.approx(5.5 / 27)
+    assert line["goodput"] == pytest.approx(5.5 / 29)
     assert seconds_of([{"step": 1, **line}, {"step": 2}]) == stored_seconds(tmp_path)
+
+
+def test_a_stall_is_counted_in_place_of_what_it_happened_in(tmp_path: Path, clock: SimpleNamespace):
+    with TimeAccount(tmp_path, 100.0) as account:
+        account.switch("stepping")
+        clock.now += 50.0
+        account.stalled(40.0)  # the watchdog's thread, as the run goes on
+        account.switch("data_wait")
+        clock.now += 3.0
+        account.stalled(5.0)  # never more than there is
+        assert account.seconds == spent(stepping=10, stalled=43)
 
 
 def test_drawing_is_work_and_waiting_for_rewards_is_not(tmp_path: Path, clock: SimpleNamespace):
@@ -153,7 +170,7 @@ def test_steps_that_run_again_are_lost_and_time_is_never_counted_twice(
     # A command that ended well: its last seconds, which no line has, go on.
     with TimeAccount(tmp_path, clock.now) as account:
         account.continued(file, 4)
-        assert account.seconds == after | {"other": 5.0}
+        assert account.seconds == after | {"starting": 2.0}
     # Before the first checkpoint all steps are lost, and a damaged account is that of the last line.
     (tmp_path / FILE).write_text("{")
     write((1, fourth), (2, sixth))
