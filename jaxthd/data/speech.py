@@ -18,8 +18,7 @@ from jaxthd.data.example import Clip, Example, Fields, Samples, Turn, document_r
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.answers import answer_form
-from jaxthd.data.text.marks import mark_ids
-from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.prompt import PromptTemplate, mark_ids
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.packing.document import AudioPiece, Document, audio_pieces
 from jaxthd.packing.fit import BufferLimits

@@ -19,10 +19,10 @@ from jaxthd.hf.rotary import must_rotate, rope_config, rope_fields
 from jaxthd.models.blocks import MLP, Attention, Mamba2, Parallel
 
 
-def _key_factor(value: float | None, fields: Fields) -> float:
+def _key_factor(value: Any, fields: Fields) -> float:
     """The factor on scores; 0 stands for the usual one."""
     dim = fields.get("head_dim") or fields["hidden_size"] // fields["num_attention_heads"]
-    return 0.0 if value in (None, 1) else value * dim**-0.5
+    return 0.0 if value in (None, 1) else float(value * dim**-0.5)
 
 
 def _factors(count: int) -> Any:

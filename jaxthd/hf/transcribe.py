@@ -90,7 +90,7 @@ _DATA = {
     "prompt": f"{_PROMPT}{{audio}}",
     "template_options": '{"enable_thinking": false}',
 }
-"""How the published model is asked for a transcript, in the settings of a run."""
+"""The published model is asked for a transcript so, in the settings of a run."""
 _CHUNKS = {"chunk_length": 500, "chunk_left_context": 50, "chunk_right_context": 50}
 
 

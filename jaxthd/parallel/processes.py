@@ -158,7 +158,8 @@ def tell(topic: str, value: Any) -> None:
 
 
 def reports(topic: str) -> dict[int, Any]:
-    """What the processes have told last, by process; {} where there is one. Raises what jax raises."""
+    """The numbers that the processes have told last, by process; {} where there is one. Raises what jax
+    raises."""
     client = global_state.client
     found = client.key_value_dir_get(f"jaxthd-{topic}/") if client is not None else []
     return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}

@@ -20,8 +20,7 @@ from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.sources.columns import require_columns
 from jaxthd.data.sources.registry import read_source, training_sources
 from jaxthd.data.speech import augmented_key
-from jaxthd.data.text.marks import mark_ids
-from jaxthd.data.text.prompt import PromptTemplate
+from jaxthd.data.text.prompt import PromptTemplate, mark_ids
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.data.usable import usable_examples
 from jaxthd.errors import UserError

@@ -127,7 +127,7 @@ class TimeAccount(AbstractContextManager["TimeAccount"]):
 
     @property
     def cause(self) -> str:
-        """What time belongs to now."""
+        """The cause that time belongs to now."""
         return self._cause
 
     def stalled(self, seconds: float) -> None:

@@ -20,7 +20,7 @@ from jaxthd.parallel.beats import beats
 from jaxthd.parallel.processes import is_first, process_id, reports, tell
 
 TICK_SECONDS = 0.25
-"""How late these ticks come says whether the process gets the processor time that it asks for."""
+"""The lateness of these ticks says whether the process gets the processor time that it asks for."""
 REPORT_SECONDS = 3.0
 STALL_SECONDS = 30.0
 """A process that gets nothing done for so long, and for three times as long as ever before, stands still."""
@@ -41,8 +41,8 @@ _COMPILERS = (  # parts of the files of frames; tracing and compiling may take m
 
 
 class Report(NamedTuple):
-    """How far a process is. beats: what it has got done. still: seconds since the last. usual: the longest
-    pause before. cause: what its time goes to. late: share of the last seconds that it was late. stack: of
+    """The progress of a process. beats: what it has got done. still: seconds since the last. usual: the
+    longest pause before. cause: what its time goes to. late: share of the last seconds that it was late. stack: of
     its main thread, the innermost frame last."""
 
     number: int

@@ -35,6 +35,7 @@ TEXTS = {
     "form": "swiglu",
     "scores": "softmax",
     "adapter_form": "gelu",
+    "norm": "before_gate",
 }
 FIELDS = {name: value for name, value in flat(asdict(MODEL), "model.").items() if not name.endswith(".kind")}
 READ_WITH_OTHERS = [

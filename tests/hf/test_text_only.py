@@ -144,7 +144,7 @@ def test_the_format_of_an_export_follows_from_the_model(
 ):
     found = export_families(model, format)
     assert {folder: family.format for folder, family in found.items()} == expected
-    with pytest.raises(UserError, match="'gguf'; expected one of parts, llm"):
+    with pytest.raises(UserError, match="'gguf'; expected one of parts, peft, llm"):
         export_families(model, "gguf")
 
 

@@ -500,6 +500,10 @@ CASES = [
     Case({"adapt.lora_rank": -1}, "adapt.lora_rank is -1; expected 0 or more"),
     Case({"adapt.lora_rank": 4, "adapt.lora_targets": ()}, "adapt.lora_targets is empty"),
     Case({"adapt.lora_rank": 4, "adapt.lora_alpha": 0.0}, "adapt.lora_alpha is 0"),
+    Case(
+        {"adapt.lora_rank": 4, "adapt.lora_documents": "audio", "model.encoder": None},
+        'adapt.lora_documents is "audio" with a model without an encoder',
+    ),
     Case({"adapt.lr_factors": ("encoder=-0.1",)}, "adapt.lr_factors has encoder=-0.1"),
     Case({"adapt.lr_factors": ("head=2",)}, "adapt.lr_factors has 'head=2'; expected PART=FACTOR"),
     # Without an encoder.

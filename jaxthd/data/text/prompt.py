@@ -2,12 +2,13 @@
 
 import json
 import reprlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import takewhile
 
 import numpy as np
 
 from jaxthd.config import DataConfig
+from jaxthd.config.front_end import FrontEnd
 from jaxthd.data.example import NO_FIELDS, Fields, Turn
 from jaxthd.data.text.chat_template import ChatTemplate
 from jaxthd.data.text.mistral import MistralTemplate, TekkenTokenizer
@@ -189,3 +190,14 @@ def _template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | Mistr
             "expected the folder of a checkpoint: correct data.tokenizer, or choose another data.template"
         )
     return ChatTemplate(tokenizer, data.template_variables, data.template_source)
+
+
+def mark_ids(
+    front_end: FrontEnd, tokenizer: Tokenizer, audio_tokens: Iterable[int]
+) -> list[list[tuple[int, list[int]]]]:
+    """(the number of audio tokens before it, its token ids) of each text between a recording's audio tokens
+    (FrontEnd.marks), for each recording. audio_tokens: of each."""
+    return [
+        [(before, tokenizer.encode(text)) for before, text in front_end.marks(tokens)]
+        for tokens in audio_tokens
+    ]
