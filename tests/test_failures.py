@@ -55,7 +55,7 @@ FAILING = {
     "score good --manifest missing.jsonl --out new/scores.jsonl": "no manifest at .*missing.jsonl",
     "score good --manifest lost.jsonl --out scores.jsonl": "nothing of .* can be used",
     "score damaged --manifest good.jsonl --out new/deep/scores.jsonl": "cannot be read",
-    "align missing --manifest good.jsonl --out new/times": "no checkpoint",
+    "align missing --manifest good.jsonl --out new/times": "no run at missing",
     "convert import missing --out new/weights": "no checkpoint at missing",
     "convert import text.txt --out weights": "text.txt is no whole .nemo archive",
     "convert export missing --out new/exported": "missing holds no checkpoints",

@@ -42,8 +42,8 @@ _COMPILERS = (  # parts of the files of frames; tracing and compiling may take m
 
 class Report(NamedTuple):
     """The progress of a process. beats: what it has got done. still: seconds since the last. usual: the
-    longest pause before. cause: what its time goes to. late: share of the last seconds that it was late. stack: of
-    its main thread, the innermost frame last."""
+    longest pause before. cause: what its time goes to. late: share of the last seconds that it was late.
+    stack: of its main thread, the innermost frame last."""
 
     number: int
     name: str

@@ -501,8 +501,13 @@ CASES = [
     Case({"adapt.lora_rank": 4, "adapt.lora_targets": ()}, "adapt.lora_targets is empty"),
     Case({"adapt.lora_rank": 4, "adapt.lora_alpha": 0.0}, "adapt.lora_alpha is 0"),
     Case(
-        {"adapt.lora_rank": 4, "adapt.lora_documents": "audio", "model.encoder": None},
+        TEXT | {"adapt.lora_documents": "audio"},
         'adapt.lora_documents is "audio" with a model without an encoder',
+    ),
+    Case(
+        {"adapt.lora_rank": 4, "adapt.lora_targets": ("decoder.*",), "adapt.lora_documents": "audio"}
+        | {"model.llm.pattern": "L"},
+        "adapt.lora_documents is 'audio' with LoRA on decoder.layers.latent_attention.mixer.kv",
     ),
     Case({"adapt.lr_factors": ("encoder=-0.1",)}, "adapt.lr_factors has encoder=-0.1"),
     Case({"adapt.lr_factors": ("head=2",)}, "adapt.lr_factors has 'head=2'; expected PART=FACTOR"),
