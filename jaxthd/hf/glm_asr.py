@@ -2,7 +2,7 @@
 whose outputs are an audio token, a projector, Llama.
 
 A recording is encoded in windows of 30 s. The silence that fills the last one is heard, but makes no tokens.
-At most 21 windows are heard, as by the published processor.
+At most 655 s are heard, in whole windows, as by the published processor.
 """
 
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 from jaxthd.config import FrontEnd
 from jaxthd.files.tensor_names import Below, Table
 from jaxthd.hf.family import Field, Settings
-from jaxthd.hf.fields import Fields
+from jaxthd.hf.fields import Fields, must_be
 from jaxthd.hf.llama import LLAMA
+from jaxthd.hf.qwen2_audio import heard
 from jaxthd.hf.speech_llm import AUDIO, Q2A_NAMES, Names, Part, SpeechLLM
 from jaxthd.models.front_ends import Whisper
 
@@ -19,9 +20,10 @@ JOINED = 4
 
 
 def _of_rope(name: str, default: float) -> Any:
-    """Reads a setting of the rotary embedding."""
+    """Reads a setting of the rotary embedding, which is not scaled."""
 
     def read(rope: Any, fields: Fields) -> float:
+        must_be(rope or {}, {"rope_type": "default"}, "audio_config.rope_parameters")
         return float((rope or {}).get(name) or fields.get(name) or default)
 
     return read
@@ -42,6 +44,7 @@ _SIZES: Settings = {
     "heads": Field("num_attention_heads", 20),
     "ffn_dim": Field("intermediate_size", 5120),
     "positions": Field("max_position_embeddings", 1500),
+    "windows": heard(655, "max_position_embeddings"),
     "rope_theta": Field("rope_parameters", None, _of_rope("rope_theta", 10000.0), _rope),
     "rope_fraction": Field("rope_parameters", None, _of_rope("partial_rotary_factor", 0.5), _rope),
 }
@@ -90,7 +93,7 @@ GLM_ASR = SpeechLLM(
         "rms_norm_eps": 1e-5,
         "tie_word_embeddings": True,
     },
-    encoder=Whisper(joined=JOINED, rope_theta=1e4, windows=21),
+    encoder=Whisper(joined=JOINED, rope_theta=1e4),
     parts={
         AUDIO: Part(settings=_SIZES, type="glmasr_encoder", expected=_expected),
         "": Part(settings={}, expected=lambda encoder, dim: {"projector_hidden_act": "gelu"}),

@@ -153,7 +153,7 @@ _JOINED: Settings = {
     "joined_layers": Field(
         "cat_hidden_layers",
         (),
-        lambda layers, fields: tuple(sorted(set(layers))),
+        lambda layers, fields: tuple(sorted(set(layers or ()))),
         lambda encoder: list(encoder.joined_layers) or None,
     )
 }

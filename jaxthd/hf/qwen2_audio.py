@@ -26,6 +26,19 @@ PLAIN = {"activation_function": "gelu", "scale_embedding": False}
 """Settings of Whisper's encoder that have no other value."""
 
 
+def heard(seconds: int, name: str = "max_source_positions", default: int = 1500) -> Field:
+    """The windows of a recording of which the published processor takes so many seconds, in whole windows.
+
+    name, default: of the field with the positions of a window, 50 a second.
+    """
+    return Field(
+        name,
+        default,
+        lambda positions, fields: max(50 * seconds // (positions or default), 1),
+        lambda encoder: encoder.positions,
+    )
+
+
 TEMPLATE = (
     "{% set heard = namespace(count=0) %}"
     "{% if messages[0].role != 'system' %}"

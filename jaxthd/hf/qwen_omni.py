@@ -9,18 +9,36 @@ from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import FrontEnd
+from jaxthd.errors import UserError
 from jaxthd.files.tensor_names import Table
 from jaxthd.hf.family import Field, Settings
+from jaxthd.hf.fields import Fields
 from jaxthd.hf.llama import QWEN2
-from jaxthd.hf.qwen2_audio import QWEN2_AUDIO, SIZES
+from jaxthd.hf.qwen2_audio import QWEN2_AUDIO, SIZES, heard
 from jaxthd.hf.qwen3 import QWEN3_MOE
 from jaxthd.hf.qwen3_asr import AUTHORS
 from jaxthd.hf.speech_llm import AUDIO, WHISPER_NAMES, Names, Part
 from jaxthd.models.front_ends import Qwen3Audio, Whisper
 
 _UNREAD = ("thinker.visual.*", "talker.*", "token2wav.*", "code2wav.*")
+_HEARD = 300
+"""Seconds of a recording that Qwen2.5-Omni hears."""
+
+
+def _positions(count: int | None, fields: Fields) -> int:
+    """Positions of a window. Raises UserError where the last window that is heard is none."""
+    count = 100 if count is None else count
+    if not count or 50 * _HEARD % count:
+        raise UserError(
+            f"audio_config has n_window {count}; expected a divisor of {50 * _HEARD}, so that the {_HEARD} s "
+            "that are heard are whole windows: choose another checkpoint"
+        )
+    return count
+
+
 _CHUNKS: Settings = {name: entry for name, entry in SIZES.items() if name != "positions"} | {
-    "positions": Field("n_window", 100)
+    "positions": Field("n_window", 100, _positions),
+    "windows": heard(_HEARD, "n_window", 100),
 }
 
 
@@ -44,9 +62,7 @@ QWEN2_5_OMNI = replace(
     decoders=(replace(QWEN2, model_types=("qwen2_5_omni_text",)),),
     text={"num_key_value_heads": 4, "rms_norm_eps": 1e-6, "rope_theta": 1e6},
     ties=True,
-    encoder=Whisper(
-        join="mean", joined=2, silence="absent", whole_features=True, stored_positions=False, windows=150
-    ),
+    encoder=Whisper(join="mean", joined=2, silence="absent", whole_features=True, stored_positions=False),
     parts={
         AUDIO: Part(
             settings=_CHUNKS, type="qwen2_5_omni_audio_encoder", aliases=WHISPER_NAMES, expected=_expected

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxthd.config import FrontEnd, ModelConfig
 from jaxthd.errors import UserError
-from jaxthd.files.tensor_names import Shape, Table, Tensor, tensors
+from jaxthd.files.tensor_names import Copy, Shape, Table, Tensor, tensors
 from jaxthd.hf.decoder import Decoder, token_fields
 from jaxthd.hf.family import (
     ADAPTER,
@@ -28,6 +28,7 @@ from jaxthd.hf.rotary import without_axes
 
 TEXT, AUDIO = "text_config", "audio_config"
 TIED = "tie_word_embeddings"
+_HEAD = "lm_head.weight"
 WHISPER_NAMES = {
     "num_hidden_layers": "encoder_layers",
     "hidden_size": "d_model",
@@ -91,7 +92,8 @@ class SpeechLLM:
     format, title, model_types: as in Family.
     decoders: the families of decoders that text_config may be of. text: its settings where they are absent.
     text_ties: whether text_config says that the embedding is tied, where nothing above does; the library
-        does not ask it. ties: False where the library has a head of its own, whatever the settings say.
+        does not ask it. ties: False where the library has a head of its own, whatever the settings say: an
+        export of a tied embedding has it twice.
     encoder: with the settings that no field holds. parts: the objects that hold the others, by name; "" for
         config.json itself.
     adapter: (encoder, decoder's dim) -> the settings of the adapter (ModelConfig), which no field holds.
@@ -165,7 +167,11 @@ class SpeechLLM:
     def fields(self, model: ModelConfig) -> dict[str, Any]:
         """config.json of an export. Raises UserError where the family cannot hold the model."""
         encoder = model.audio_encoder
-        self._must_hold(model, encoder)
+        if type(encoder) is not type(self.encoder):
+            raise UserError(
+                f"model.encoder is {encoder.title}; expected {self.encoder.title} for {self.title}: choose "
+                "another format"
+            )
         text = self._text_fields(model)
         own = {"architectures": [self.title], "model_type": self.model_types[0], TEXT: text, TIED: text[TIED]}
         for name, part in self.parts.items():
@@ -173,7 +179,8 @@ class SpeechLLM:
             own |= {name: ({"model_type": part.type} if part.type else {}) | written} if name else written
         if self.above:
             top = {name: own[name] for name in ("architectures", "model_type")}
-            return {**top, self.above: own}
+            own = {**top, self.above: own}
+        self._must_hold(model, self.configure(own, model))
         return own
 
     def _text_fields(self, model: ModelConfig) -> dict[str, Any]:
@@ -185,22 +192,19 @@ class SpeechLLM:
                 refusals.append(error)
             else:
                 del text["architectures"]
-                return text
+                return text | {TIED: self.ties and text[TIED]}
         raise refusals[0]
 
-    def _must_hold(self, model: ModelConfig, encoder: FrontEnd) -> None:
-        if type(encoder) is not type(self.encoder):
-            raise UserError(
-                f"model.encoder is {encoder.title}; expected {self.encoder.title} for {self.title}: choose "
-                "another format"
-            )
-        adapter = self.adapter(encoder, model.llm.dim)
-        here, there = asdict(encoder) | {name: getattr(model, name) for name in adapter}, asdict(self.encoder)
-        held = {ours for part in self.parts.values() for ours in part.settings}
+    def _must_hold(self, model: ModelConfig, read: ModelConfig) -> None:
+        """Raises UserError where the model is not the one that its fields are read as."""
+        names = self.adapter(read.audio_encoder, read.llm.dim)
+        here, there = (
+            asdict(x.audio_encoder) | {name: getattr(x, name) for name in names} for x in (model, read)
+        )
         differing = [
             f"\n  {name}: {here[name]!r} (the format stands for {value!r})"
-            for name, value in {**there, **adapter}.items()
-            if name not in held and here[name] != value
+            for name, value in there.items()
+            if here[name] != value
         ]
         if differing:
             raise UserError(
@@ -217,6 +221,8 @@ class SpeechLLM:
         decoder, text = self.decoder(fields)
         for tensor in decoder.tensors(model.llm, text, shapes):
             yield tensor._replace(name=names.text(tensor.name))
+        if not self.ties and model.llm.tied_embedding:
+            yield from tensors({names.text(_HEAD): Copy("embedding")}, shapes)
 
     def token_fields(self, tokens: TokenIds) -> dict[str, Any]:
         """Fields for the special tokens."""
@@ -235,7 +241,7 @@ class SpeechLLM:
             fields=self.fields,
             tensors=self.tensors,
             # A tied embedding may be copied as the head.
-            ignored=(self.names.text("lm_head.weight"), *self.ignored),
+            ignored=(self.names.text(_HEAD), *self.ignored),
             token_fields=self.token_fields,
             recognises=self.recognises,
             float32=self.float32,

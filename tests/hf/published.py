@@ -19,13 +19,25 @@ from flax import nnx
 from safetensors.numpy import load_file, save_file
 
 from jaxthd.checkpoints.weights import Weights, load_weights, named_weights
-from jaxthd.config import AdaptConfig, BlockSizes, ComputeConfig, Config, EncoderConfig, ModelConfig
+from jaxthd.config import (
+    AdaptConfig,
+    BlockSizes,
+    ComputeConfig,
+    Config,
+    EncoderConfig,
+    MeshConfig,
+    ModelConfig,
+    TrainConfig,
+)
 from jaxthd.files.tensor_names import Tensor
 from jaxthd.hf.checkpoint import Checkpoint, model_config, open_checkpoint
+from jaxthd.models.stacks import from_stages, to_stages
+from jaxthd.packing.batch import concatenate_rows
 from jaxthd.packing.document import AudioPiece, Document, audio_pieces
 from jaxthd.packing.pack import pack_row
-from jaxthd.parallel.mesh import make_mesh
+from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.training import loss_and_gradient
 from tests.clips import clip_of
 from tests.references.waves import wave
 
@@ -169,6 +181,26 @@ class Published(NamedTuple):
         found = [np.asarray(logits)[end - len(d) : end] for d, end in zip(documents, ends, strict=True)]
         named = named_weights(Weights(gradients, {}))
         return float(loss), found, {name: np.asarray(x) for name, x in named.items()}
+
+    def on_mesh(self, mesh: MeshConfig, adapt: AdaptConfig) -> tuple[float, dict[str, np.ndarray]]:
+        """(loss, gradients by jaxthd's names) of all documents in a training step's two microbatches: summed,
+        as in the reference. adapt: what is trained."""
+        rows, capacity = 2 * mesh.data, 8 * mesh.context * -(-self.sizes["capacity"] // (8 * mesh.context))
+        front_end = self.config.model.audio_encoder
+        sizes: dict[str, Any] = {"capacity": capacity, "audio_capacity": self.sizes["audio_capacity"]}
+        sizes |= {"max_documents": 8, "front_end": front_end, "context": mesh.context}
+        sizes |= {"audio_ranks": mesh.audio_ranks}
+        documents = [self.document(n) for n in self.numbers]
+        packed = [pack_row(documents[row::rows], **sizes)[0] for row in range(rows)]
+        config = replace(self.config, mesh=mesh, adapt=adapt, train=TrainConfig(microbatches=2))
+        blueprint, devices = Blueprint(config), make_mesh(mesh)
+        held = to_stages(jax.device_get((self.weights.params, self.weights.buffers)), blueprint.stages)
+        batch = put_batch(concatenate_rows(packed), devices)
+        found = jax.jit(loss_and_gradient(blueprint, devices))(*held, batch)
+        gradients = from_stages(jax.device_get(found.gradients), blueprint.stages)
+        count = sum(float(x.weights.sum()) for x in packed)
+        named = named_weights(Weights(gradients, {}))
+        return count * float(found.loss), {name: count * np.asarray(x) for name, x in named.items()}
 
 
 @functools.cache

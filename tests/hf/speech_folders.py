@@ -19,6 +19,8 @@ NAMES = (
     *("voxtral", "glmasr", "moss", "granite_speech", "granite_speech_plus"),
 )
 """The references that are whole speech LLMs."""
+NEVER_TIED = ("qwen2_audio", "audioflamingo3", "voxtral")
+"""Those whose class has a head of its own, whatever the settings say."""
 ON_DISK = "language_model.model."
 CHATML = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 RECOGNISER = (
@@ -143,9 +145,12 @@ def write_tekken(folder: Path) -> int:
 
 
 def write_folder(name: str, folder: Path) -> Path:
-    """The reference's model with more tokens, a tokenizer and, where the published folder has one, a
-    template."""
-    write_published(name, folder)
+    """The reference's model with what complete_folder adds."""
+    return complete_folder(name, write_published(name, folder))
+
+
+def complete_folder(name: str, folder: Path) -> Path:
+    """Gives a model more tokens, a tokenizer and, where the published folder has one, a template."""
     if name == "voxtral":
         size, audio = write_tekken(folder), TEKKEN.index("[AUDIO]")
     else:

@@ -2,6 +2,7 @@
 speech_llms.py)."""
 
 import json
+import re
 from dataclasses import replace
 from fnmatch import fnmatch
 
@@ -10,22 +11,32 @@ import pytest
 
 from jaxthd.checkpoints.sources import published_config
 from jaxthd.checkpoints.weights import load_weights, named_weights
-from jaxthd.config import AdaptConfig, Config
+from jaxthd.config import AdaptConfig, Config, MeshConfig
 from jaxthd.convert import export_weights, import_weights
+from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.models.adapt import merge_lora
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
-from tests.helpers import assert_same
+from tests.helpers import assert_same, save_run
 from tests.hf.published import (
     Published,
     assert_identical,
+    change_published,
     load_reference,
     published,
     tensors,
     write_published,
 )
-from tests.hf.speech_folders import NAMES, ON_DISK, add_adapter, as_authors, change_config, merged
+from tests.hf.speech_folders import (
+    NAMES,
+    NEVER_TIED,
+    ON_DISK,
+    add_adapter,
+    as_authors,
+    change_config,
+    merged,
+)
 
 LONG = [pytest.param(f"{name}_long", marks=pytest.mark.nightly) for name in NAMES]
 
@@ -49,6 +60,29 @@ def test_logits_and_gradients_equal_transformers(family):
     assert_same({name: gradients[name] for name in want}, want, 1e-4)
 
 
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        pytest.param(MeshConfig(1, 2, 2, 2), marks=pytest.mark.exhaustive),
+        pytest.param(MeshConfig(2, 2, 1, 2), marks=pytest.mark.nightly),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_on_meshes_equal_transformers(name, mesh, tmp_path):
+    """Of a training step, with stored batch statistics."""
+    family = published(name, tmp_path / "published")
+    # Where there are BatchNorms they keep their statistics, and have no gradient.
+    has_statistics = any("running_mean" in key for key in family.arrays)
+    frozen = ("encoder.blocks.conv.norm.*",) if has_statistics else ()
+    loss, gradients = family.on_mesh(mesh, AdaptConfig(freeze=frozen))
+    np.testing.assert_allclose(loss, family.arrays["loss"], rtol=1e-5)
+    want = family.gradients()
+    norms = {key for key in want if key.startswith("encoder.blocks.conv.norm.")}
+    assert {*gradients} == {*want} - norms
+    assert_same(gradients, {key: want[key] for key in gradients}, 1e-4)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_an_export_is_the_original_bit_by_bit(name, tmp_path):
     """Without the original it lacks the towers that are not read."""
@@ -63,11 +97,53 @@ def test_an_export_is_the_original_bit_by_bit(name, tmp_path):
     assert_identical(tensors(tmp_path / "out"), read)
 
 
-@pytest.mark.parametrize("name", ["qwen2_audio", "audioflamingo3", "voxtral"])
-def test_a_head_that_the_library_never_ties_is_read(name, tmp_path):
+@pytest.mark.parametrize("name", NEVER_TIED)
+def test_a_head_that_the_library_never_ties_is_read_and_written(name, tmp_path):
+    """Of a run whose embedding is tied, it is the embedding."""
     folder = write_published(name, tmp_path / name)
     change_config(folder, tie_word_embeddings=True)
-    assert not model_config(folder).llm.tied_embedding
+    model = model_config(folder)
+    assert not model.llm.tied_embedding
+    save_run(Config(model=replace(model, llm=replace(model.llm, tied_embedding=True))), tmp_path / "run")
+    for like in (None, folder):
+        out = tmp_path / f"like {like and like.name}"
+        export_weights(tmp_path / "run", out, form=open_checkpoint(folder).family.format, like=like)
+        stored = tensors(out)
+        head, embedding = (stored[f"language_model.{x}.weight"] for x in ("lm_head", "model.embed_tokens"))
+        np.testing.assert_array_equal(head, embedding)
+        assert model_config(out) == model
+        config = json.loads((out / "config.json").read_text())
+        assert not config["tie_word_embeddings"]
+        assert not config["text_config"]["tie_word_embeddings"]
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        ("glmasr", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_type: 'linear'"),
+        ("qwen2_5_omni", {"n_window": 70}, "n_window 70; expected a divisor of 15000"),
+        ("qwen3_asr", {"n_window_infer": 250}, "n_window_infer 250; expected a multiple of 100"),
+    ],
+)
+def test_an_encoder_that_is_not_computed_is_refused(name, change, message, tmp_path):
+    def changed(settings, _):
+        settings.get("thinker_config", settings)["audio_config"].update(change)
+
+    folder = change_published(write_published(name, tmp_path / name), changed)
+    with pytest.raises(UserError, match=re.escape(message)):
+        model_config(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "seconds"), [("qwen2_audio", 2), ("audioflamingo3", 600), ("glmasr", 654), ("qwen2_5_omni", 300)]
+)
+def test_a_recording_is_heard_for_as_long_as_the_processor_takes_it(name, seconds, tmp_path):
+    """In whole windows, which have 2 s here."""
+    encoder = model_config(write_published(name, tmp_path / name)).audio_encoder
+    assert encoder.heard(16000 * 1000) == 16000 * seconds
+    form = open_checkpoint(tmp_path / name).family
+    with pytest.raises(UserError, match=f"windows: 7 .the format stands for {encoder.windows}."):
+        form.fields(replace(model_config(tmp_path / name), encoder=replace(encoder, windows=7)))
 
 
 def test_qwen3_asr_in_its_authors_form(tmp_path):
