@@ -236,10 +236,14 @@ def _guarded(before: Sequence[SetResult], after: Sequence[SetResult]) -> dict[st
     """The comparison of each set with the model before training, for summary.json."""
     now, compared = {result.name: result for result in after}, {}
     for then in before:
-        found = compare(then.errors(), now[then.name].errors())
+        result = now[then.name]
+        found = compare(then.errors(), result.errors())
         if found:
-            more = {"judged_by": then.unit, "difference": found.difference, "verdict": found.verdict}
-            compared[then.name] = {**found._asdict(), **more}
+            compared[then.name] = {**found.figures(), "judged_by": then.unit}
+            measures = result.compared_by()
+            for measure, errors in then.compared_by().items():
+                if other := compare(errors, measures[measure]):
+                    compared[then.name][measure] = other.figures()
     return compared
 
 

@@ -117,14 +117,20 @@ def check_guard(summary: dict[str, Any], out: Path, shown: str) -> None:
     normalise = make_normaliser("basic")
     for name in ("before_manifest", "manifest"):
         lines[name] = read_lines(out / f"{name}.jsonl")
-        texts = ([normalise(line[k]) for line in lines[name]] for k in ("reference", "hypothesis"))
+        texts = [[normalise(line[k]) for line in lines[name]] for k in ("reference", "hypothesis")]
         rate = jiwer.wer(*texts)
+        words = sum(len(text.split()) for text in texts[0])
         assert guard["before" if "before" in name else "after"] == pytest.approx(rate)
     assert guard["after"] == summary["sets"]["manifest"]["wer"]
     assert [x["hypothesis"] for x in lines["before_manifest"]] != [x["hypothesis"] for x in lines["manifest"]]
     assert guard["documents"] == len(lines["manifest"]) == 20
     assert guard["low"] <= guard["difference"] <= guard["high"]
     assert f"manifest, guarded: WER {guard['before']:.2%} before training" in shown
+    inserted = guard["insertions"]
+    assert inserted["after"] == summary["sets"]["manifest"]["insertions"] / words
+    assert inserted["before"] == sum(x["insertions"] for x in lines["before_manifest"]) / words
+    assert f"insertions {inserted['before']:.2%} before training" in shown
+    assert "cpwer" not in guard, "no reference names a speaker"
     found = summary["contamination"]["manifest"]
     assert found == {"documents": 20, "by_text": 20, "by_audio": 20, "error_rate_of_others": None}
     assert "20 documents are in the training data too" in shown

@@ -26,7 +26,8 @@ def test_a_recipe_is_valid_and_says_its_commands(name: str) -> None:
     path = RECIPES / name / "config.py"
     config = load_config(path)
     assert validate(config, DeviceFacts("cpu", 2, "cpu")) == []
-    assert f"jaxthd train configs/recipes/{name}/config.py" in path.read_text()
+    command = "grpo" if config.train.objective == "grpo" else "train"
+    assert f"jaxthd {command} configs/recipes/{name}/config.py" in path.read_text()
     assert len(config.data.validation_sets) >= 1
     started = replace(config.train, init_from=("runs/recipes/base",))
     assert validate(replace(config, train=started), DeviceFacts("cpu", 2, "cpu")) == [], "from the base"

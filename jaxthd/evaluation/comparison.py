@@ -1,7 +1,7 @@
 """Two models on the same documents: the difference of their error rates, with its bootstrap interval."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,10 @@ class Comparison(NamedTuple):
     def verdict(self) -> str:
         """ "worse", "better", or "no difference" where the interval holds 0."""
         return "worse" if self.low > 0 else "better" if self.high < 0 else "no difference"
+
+    def figures(self) -> dict[str, Any]:
+        """The fields, with the difference and the verdict: for summary.json."""
+        return {**self._asdict(), "difference": self.difference, "verdict": self.verdict}
 
 
 def compare(before: Sequence[Errors], after: Sequence[Errors], seed: int = 0) -> Comparison | None:

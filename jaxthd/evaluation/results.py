@@ -48,6 +48,15 @@ class SetResult(NamedTuple):
         """Each document's errors in the set's unit."""
         return [getattr(document, self.unit) for document in self.documents]
 
+    def compared_by(self) -> dict[str, list[Errors]]:
+        """{measure: each document's errors} by which two models are compared beside `errors`: insertions
+        alone, and "cpwer" where references name speakers (documents without any then count for nothing).
+        """
+        measures = {"insertions": [Errors(0, 0, each.insertions, each.total) for each in self.errors()]}
+        if any(document.speakers for document in self.documents):
+            measures["cpwer"] = [document.speakers or Errors(0, 0, 0, 0) for document in self.documents]
+        return measures
+
 
 def scored_set(name: str, found: Evaluation, normaliser: Normaliser, order: Mapping[str, int]) -> SetResult:
     """The set with the errors of its documents. order: each document's number in the set, by key.

@@ -61,12 +61,15 @@ def _comparisons(summary: Mapping[str, Any]) -> list[str]:
     """The lines on sets that guard, and on documents that are in the training data."""
     lines = []
     for name, f in summary.get("guard", {}).items():
-        rate = "WER" if f["judged_by"] == "words" else "CER"
-        lines.append(
-            f"{name}, guarded: {rate} {f['before']:.2%} before training, {f['after']:.2%} now: "
-            f"{f['verdict']} ({100 * f['difference']:+.2f} points, 95% interval {100 * f['low']:+.2f} to "
-            f"{100 * f['high']:+.2f}, {f['documents']} documents)."
-        )
+        rates = {"WER" if f["judged_by"] == "words" else "CER": f}
+        beside = {"insertions": "insertions", "cpwer": "cpWER"}
+        rates |= {shown: f[key] for key, shown in beside.items() if key in f}
+        for rate, x in rates.items():
+            lines.append(
+                f"{name}, guarded: {rate} {x['before']:.2%} before training, {x['after']:.2%} now: "
+                f"{x['verdict']} ({100 * x['difference']:+.2f} points, 95% interval {100 * x['low']:+.2f} to "
+                f"{100 * x['high']:+.2f}, {x['documents']} documents)."
+            )
     for name, f in summary.get("contamination", {}).items():
         rate = f["error_rate_of_others"]
         others = f"; the error rate of the others is {rate:.2%}" if f["documents"] and rate == rate else ""

@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import sys
 import time
 
@@ -11,7 +12,8 @@ from jaxthd.data.sources import synthetic
 from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.data.sources.synthetic import synthetic_manifests
-from jaxthd.data.text.synthetic import GERMAN, SPANISH, Words
+from jaxthd.data.text.synthetic import ENGLISH, GERMAN, NAMES, SPANISH, Words
+from jaxthd.data.text.synthetic_tasks import conversed, held_out, interrupted, questioned, telephoned
 from jaxthd.errors import UserError
 from jaxthd.models.front_ends.log_mel import log_mel
 from jaxthd.rl.rewards.values import equals
@@ -206,3 +208,104 @@ def test_other_languages_have_their_words_and_their_accents(
         assert line["voice"].startswith(accent)
     assert not {line["text"] for line in train} & {line["text"] for line in validation}
     assert not {x["voice"].split("+")[1] for x in train} & {x["voice"].split("+")[1] for x in validation}
+
+
+SPLITS = ("train", "validation")
+
+
+def test_each_question_has_the_answer_that_is_said():
+    """Found from the words that are said, in another way than they were drawn."""
+    rng, asked = np.random.default_rng(0), set()
+    for n in range(400):
+        ((_, said),), fields, *_ = questioned(rng, SPLITS[n % 2])
+        assert held_out(said) == bool(n % 2)
+        question, answer = fields["context"], fields["text"]
+        asked.add(question)
+        if question == "how many":
+            assert ENGLISH.digits[len(said.split())] == answer
+        elif question in ("first", "do what"):
+            assert said.startswith(f"{answer} ")
+        elif question in ("last", "and"):
+            assert said.endswith(f" {answer}")
+        else:
+            assert f" the {answer} " in said
+    assert asked == {"first", "last", "how many", "do what", "which thing", "and"}
+
+
+def test_lists_have_the_names_that_are_said_and_never_one_that_sounds_alike():
+    other = {a: b for pair in NAMES for a, b in (pair, pair[::-1])}
+    rng, counts = np.random.default_rng(0), set()
+    for n in range(400):
+        ((_, said),), fields, *_ = telephoned(rng, SPLITS[n % 2], listed=True)
+        assert fields["text"] == said
+        listed, names = fields["context"].split(), set(said.split()) & set(other)
+        assert names <= set(listed)
+        assert not {other[name] for name in listed} & set(listed)
+        counts.add((len(names), len(listed)))
+    assert counts == {(0, 1), (0, 2), (0, 3), *((1, n) for n in range(1, 5)), *((2, n) for n in range(2, 6))}
+
+
+def test_a_list_changes_nothing_of_what_is_heard(tmp_path):
+    plain, listed = (
+        synthetic_manifests(6, 3, cache_dir=tmp_path, kind=kind) for kind in ("telephone", "telephone-lists")
+    )
+    for one, other in zip(plain, listed, strict=True):
+        for a, b in zip(one.read_text().splitlines(), other.read_text().splitlines(), strict=True):
+            without, with_list = json.loads(a), json.loads(b)
+            assert with_list.pop("context")
+            assert without == with_list
+            path = with_list["audio_filepath"]
+            assert (one.parent / path).read_bytes() == (other.parent / path).read_bytes()
+
+
+def test_names_that_are_pairs_sound_alike_in_every_accent():
+    """Each by an espeak-ng of its own, whose noise begins anew."""
+    spoken: list[dict[str, bytes]] = []
+    for side in (0, 1):
+        with synthetic._espeak() as say:
+            for accent in synthetic._ACCENTS:
+                spoken.append({"/".join(p): say(p[side], f"{accent}+m1", 160, 50).tobytes() for p in NAMES})
+    count = len(synthetic._ACCENTS)
+    for first, second in zip(spoken[:count], spoken[count:], strict=True):
+        assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_a_transcript_names_the_speaker_where_the_speaker_changes():
+    rng, counts = np.random.default_rng(0), set()
+    for n in range(200):
+        parts, fields, *_ = conversed(rng, SPLITS[n % 2])
+        said = [(int(name[2]) - 1, text) for name, text in re.findall(r"(\[S\d\]) ([^[]+)", fields["text"])]
+        merged: list[tuple[int, str]] = []
+        for speaker, text in parts:
+            if merged and merged[-1][0] == speaker:
+                merged[-1] = (speaker, f"{merged[-1][1]} {text}")
+            else:
+                merged.append((speaker, text))
+        assert merged == [(speaker, text.strip()) for speaker, text in said]
+        assert merged[0][0] == 0
+        counts.add((len(parts), len(merged)))
+    assert counts == {(n, m) for n in range(1, 5) for m in range(1, n + 1)}
+
+
+def test_speakers_of_a_recording_differ_and_pauses_are_heard(tmp_path):
+    """Where there is noise, it is there in the pauses too."""
+    rng = np.random.default_rng(0)
+    for _ in range(50):
+        voices = synthetic._voices(rng, "validation", synthetic._ACCENTS, 2)
+        assert len({voice.name.split("+")[1] for voice in voices}) == 2
+    for kind in ("speakers", "pauses"):
+        for path in synthetic_manifests(12, 6, cache_dir=tmp_path, kind=kind):
+            examples, skipped = read_manifest(path)
+            assert not skipped
+            lines = [json.loads(line) for line in path.read_text().splitlines()]
+            for line, example in zip(lines, examples, strict=True):
+                (clip,) = example.clips
+                samples = load_audio(clip.path, clip.offset, clip.duration)
+                speakers = len(set(re.findall(r"\[S\d\]", line["text"]))) or 1
+                assert len(line["voice"].split()) == speakers
+                silence = np.diff(np.flatnonzero(np.abs(samples) > 1e-4)).max()
+                if kind == "pauses":
+                    assert silence < 500
+                    assert line["duration"] > interrupted(rng, "train").pauses[0] + 0.5
+                elif " [S" in line["text"]:
+                    assert silence > 0.14 * 16_000

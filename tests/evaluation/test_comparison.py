@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 from jaxthd.evaluation.comparison import compare
+from jaxthd.evaluation.results import scored_set
+from jaxthd.inference.evaluator import Evaluation, Hypothesis
 from jaxthd.inference.wer import Errors
 
 
@@ -45,3 +47,20 @@ def test_verdicts():
     assert fewer.verdict == "better"
     assert fewer == compare(errors(wrong, words), errors(wrong // 2, words)), "drawn from a seed"
     assert compare([Errors(0, 0, 2, 0)], [Errors(0, 0, 0, 0)]) is None
+
+
+def test_insertions_and_speakers_are_compared_beside_the_error_rate():
+    """A document without a speaker's name counts for nothing in cpWER."""
+    texts = [
+        ("one two", "one two two two"),
+        ("[S1] one [S2] two three", "[S1] one two [S2] three"),
+        ("four", "five"),
+    ]
+    hypotheses = [Hypothesis(str(n), said, heard, 1.0, True) for n, (said, heard) in enumerate(texts)]
+    found = scored_set("x", Evaluation({}, hypotheses, 3.0, 1.0), "basic", {"0": 0, "1": 1, "2": 2})
+    measures = found.compared_by()
+    assert [each.wrong for each in found.errors()] == [2, 0, 1]
+    assert [(each.wrong, each.total) for each in measures["insertions"]] == [(2, 2), (0, 3), (0, 1)]
+    assert [(each.wrong, each.total) for each in measures["cpwer"]] == [(0, 0), (2, 3), (0, 0)]
+    alone = scored_set("x", Evaluation({}, hypotheses[:1], 1.0, 1.0), "basic", {"0": 0})
+    assert list(alone.compared_by()) == ["insertions"]

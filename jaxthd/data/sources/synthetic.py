@@ -6,7 +6,6 @@ wheel of the extra `demo`. Only this module loads it, and only to make the files
 
 import ctypes
 import errno
-import hashlib
 import json
 import os
 import shutil
@@ -17,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import soundfile
@@ -29,7 +28,16 @@ from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.example import document_rng
 from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
-from jaxthd.data.text.synthetic import ENGLISH, GERMAN, SPANISH, Words, digits_of, draw_sum, draw_text
+from jaxthd.data.text.synthetic import GERMAN, SPANISH
+from jaxthd.data.text.synthetic_tasks import (
+    Task,
+    added,
+    conversed,
+    interrupted,
+    questioned,
+    telephoned,
+    transcribed,
+)
 from jaxthd.errors import UserError
 from jaxthd.files.user_cache import user_cache
 
@@ -56,47 +64,37 @@ _VARIANTS = {
     "validation": ("m2", "m5", "f3", "f5"),
 }
 # fmt: on
+_NOISE = (-60.0, -35.0)
+"""Decibels of the noise, over the loudest sample."""
 Say = Callable[[str, str, int, int], Float32[np.ndarray, " samples"]]
 
 
 class SyntheticSet(NamedTuple):
-    """train, validation: numbers of recordings. draw: (random numbers, the split) -> (what is said, fields of
-    the manifest's line). accents: of the voices that say it.
+    """train, validation: numbers of recordings. task: what they say. accents: of the voices that say it.
+
+    draws: the set whose random numbers it has, itself by default: the same are said by the same voices.
     """
 
     train: int
     validation: int
-    draw: Callable[[np.random.Generator, str], tuple[str, dict[str, Any]]]
+    task: Task
     accents: tuple[str, ...] = _ACCENTS
-
-
-def _transcript(
-    rng: np.random.Generator, split: str, words: Words = ENGLISH, language: str = ""
-) -> tuple[str, dict[str, Any]]:
-    text = draw_text(rng, words)
-    while _held_out(text) != (split == "validation"):
-        text = draw_text(rng, words)
-    return text, {"text": text, **({"language": language} if language else {})}
-
-
-def _sum(rng: np.random.Generator, split: str) -> tuple[str, dict[str, Any]]:
-    text, number = draw_sum(rng)
-    return text, {"context": "add", "answer": number}
-
-
-def _answered_sum(rng: np.random.Generator, split: str) -> tuple[str, dict[str, Any]]:
-    text, fields = _sum(rng, split)
-    return text, fields | {"text": digits_of(fields["answer"])}
+    draws: str | None = None
 
 
 SETS = {
-    "": SyntheticSet(10000, 500, _transcript),
-    "sums": SyntheticSet(2000, 500, _sum),
-    "sums-answered": SyntheticSet(500, 100, _answered_sum),
+    "": SyntheticSet(10000, 500, transcribed),
     "spanish": SyntheticSet(
-        4000, 500, partial(_transcript, words=SPANISH, language="es"), ("roa/es", "roa/es-419")
+        4000, 500, partial(transcribed, words=SPANISH, language="es"), ("roa/es", "roa/es-419")
     ),
-    "german": SyntheticSet(4000, 500, partial(_transcript, words=GERMAN, language="de"), ("gmw/de",)),
+    "german": SyntheticSet(4000, 500, partial(transcribed, words=GERMAN, language="de"), ("gmw/de",)),
+    "sums": SyntheticSet(2000, 500, added),
+    "sums-answered": SyntheticSet(500, 100, partial(added, answered=True)),
+    "questions": SyntheticSet(4000, 500, questioned),
+    "telephone": SyntheticSet(6000, 500, telephoned),
+    "telephone-lists": SyntheticSet(6000, 500, partial(telephoned, listed=True), draws="telephone"),
+    "speakers": SyntheticSet(4000, 500, conversed),
+    "pauses": SyntheticSet(2000, 500, interrupted),
 }
 """The synthetic data sets: that of the setting "synthetic", and those of "synthetic:NAME"."""
 
@@ -184,26 +182,45 @@ def _utterances(
 
 def _utterance(folder: Path, name: str, split: str, seed: int, kind: str, say: Say) -> str:
     """Writes one recording and returns its manifest line."""
-    rng = document_rng(seed, 0, "/".join([*([kind] if kind else []), split, name]))
-    text, fields = SETS[kind].draw(rng, split)
-    voice = f"{rng.choice(SETS[kind].accents)}+{rng.choice(_VARIANTS[split])}"
-    speech = say(text, voice, int(rng.integers(120, 200)), int(rng.integers(30, 70)))
+    draws = kind if SETS[kind].draws is None else SETS[kind].draws
+    rng = document_rng(seed, 0, "/".join([*([draws] if draws else []), split, name]))
+    spoken = SETS[kind].task(rng, split)
+    voices = _voices(rng, split, SETS[kind].accents, 1 + max(speaker for speaker, _ in spoken.parts))
+    pieces: list[Float32[np.ndarray, " samples"]] = []
+    for speaker, text in spoken.parts:
+        if pieces:
+            pieces.append(np.zeros(int(rng.uniform(*spoken.pauses) * SAMPLE_RATE), np.float32))
+        pieces.append(say(text, *voices[speaker]))
+    speech = np.concatenate(pieces)
     lead, tail = rng.integers(SAMPLE_RATE // 8, SAMPLE_RATE // 4, 2)
     samples = np.pad(speech * (rng.uniform(0.2, 0.9) / np.abs(speech).max()), (lead, tail))
+    if spoken.noisy:
+        level = 10 ** (rng.uniform(*_NOISE) / 20) * np.abs(samples).max()
+        samples = np.clip(samples + rng.normal(0, level, len(samples)), -1, 1)
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     soundfile.write(path, samples, SAMPLE_RATE, subtype="PCM_16")
-    entry = {"audio_filepath": name, "duration": len(samples) / SAMPLE_RATE, **fields, "voice": voice}
-    return json.dumps(entry) + "\n"
+    said = {"audio_filepath": name, "duration": len(samples) / SAMPLE_RATE, **spoken.fields}
+    return json.dumps({**said, "voice": " ".join(voice.name for voice in voices)}) + "\n"
 
 
-def _held_out(text: str) -> bool:
-    """Whether the text is in the held-out tenth of the texts of two words or more.
+class _Voice(NamedTuple):
+    name: str
+    words_a_minute: int
+    pitch: int
 
-    It depends on neither sizes nor seed. The texts of one word are few: held out, two or three of them would
-    be most of the validation set, and training would teach that those words never stand alone.
-    """
-    return " " in text and hashlib.blake2b(text.encode(), digest_size=8).digest()[0] % 10 == 0
+
+def _voices(rng: np.random.Generator, split: str, accents: tuple[str, ...], count: int) -> list[_Voice]:
+    """So many voices, of which no two have the same variant."""
+    voices: list[_Voice] = []
+    used: set[str] = set()
+    while len(voices) < count:
+        accent, variant = str(rng.choice(accents)), str(rng.choice(_VARIANTS[split]))
+        if variant not in used:
+            rate, pitch = int(rng.integers(120, 200)), int(rng.integers(30, 70))
+            voices.append(_Voice(f"{accent}+{variant}", rate, pitch))
+            used.add(variant)
+    return voices
 
 
 @contextmanager

@@ -68,6 +68,37 @@ GERMAN = Words(
     " dann ",
 )
 
+_CODES = """
+alpha bravo charlie delta echo foxtrot golf hotel india juliet kilo lima mike november oscar papa quebec romeo
+sierra tango uniform victor whiskey xray yankee zulu dash star
+"""
+_OF_TELEPHONES = """
+ten eleven twelve thirteen fourteen fifteen sixteen seventeen eighteen nineteen twenty thirty forty fifty
+sixty seventy eighty ninety hundred thousand million billion first second third fourth fifth sixth seventh
+eighth ninth tenth eleventh twelfth thirteenth twentieth thirtieth monday tuesday wednesday thursday friday
+saturday sunday january february march april may june july august september october december today tomorrow
+yesterday hello goodbye yes no press pound plus minus dot slash equals comma colon space dollars percent
+hours minutes minute seconds extension number location transfer calling cancelled activated added disabled
+enabled removed family friends new old pause record
+"""
+_ALIKE = """
+stephen/steven catherine/katherine philip/phillip erik/eric jon/john marc/mark brian/bryan carl/karl
+jeffrey/geoffrey sean/shawn graham/graeme zoe/zoey kris/chris toni/tony matthew/mathew cindy/cyndi
+"""
+CODES = [*_CODES.split(), "oh", *ENGLISH.digits]
+"""Words for letters, digits and two signs."""
+TELEPHONE = Words(
+    ENGLISH.digits,
+    [*CODES, *_OF_TELEPHONES.split()],
+    ["call", "dial", "page", "transfer to", "message"],
+    [],
+    ["now", "please", "on monday", "tomorrow", "after six", "at extension four two"],
+    "",
+    " and ",
+)
+NAMES = [pair.split("/") for pair in _ALIKE.split()]
+"""Pairs of names that espeak-ng says alike in English: only a list of those to expect tells them apart."""
+
 
 def draw_text(rng: np.random.Generator, words: Words = ENGLISH) -> str:
     """Draws a text: digit strings (six in ten), single words and commands, with geometric lengths.
