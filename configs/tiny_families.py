@@ -17,6 +17,7 @@ from jaxthd.models.blocks import (
     MLP,
     Attention,
     GatedDelta,
+    KimiDelta,
     LatentAttention,
     Mamba2,
     MoE,
@@ -151,6 +152,15 @@ FAMILIES: dict[str, LLMConfig] = {
             "-": GATED_MLP,
         },
         tied_embedding=True,
+    ),
+    "kimi_linear": LLMConfig(
+        "K-KELE",
+        blocks={
+            "K": KimiDelta(heads=3, head_dim=24),
+            "L": replace(LATENT_ATTENTION, rope=RopeConfig()),
+            "-": GATED_MLP,
+            "E": replace(EXPERTS, form="swiglu", router=Router(scale=2.446)),
+        },
     ),
 }
 """Each family's decoder, beside its vocabulary and its dim."""

@@ -63,6 +63,7 @@ if _typing.TYPE_CHECKING:
     from jaxthd.models.blocks import MLP as MLP
     from jaxthd.models.blocks import Attention as Attention
     from jaxthd.models.blocks import GatedDelta as GatedDelta
+    from jaxthd.models.blocks import KimiDelta as KimiDelta
     from jaxthd.models.blocks import LatentAttention as LatentAttention
     from jaxthd.models.blocks import Mamba2 as Mamba2
     from jaxthd.models.blocks import MoE as MoE

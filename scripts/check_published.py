@@ -42,6 +42,7 @@ FAMILIES = {
     "qwen3_next": "llm",
     "qwen3_5": "llm",
     "qwen3_5_moe": "llm",
+    "kimi_linear": "llm",
     "deepseek_v3": "llm",
     "gpt_oss": "llm",
     "moonlight": "llm",
@@ -100,7 +101,7 @@ def main() -> None:
             folder, npz = checkpoints / name, work / f"{name}.npz"
             others = {"llm": ["fastconformer"], "encoder": ["nemotron_h"], "omni": []}[form]
             sources = [str(folder), *(str(checkpoints / other) for other in others)]
-            like = folder if form == "omni" or name == "qwen3_5_moe" else None
+            like = folder if form == "omni" or name in ("qwen3_5_moe", "kimi_linear") else None
             exported = []
             for turn, given in enumerate((sources, [str(work / f"{name}-0"), *sources[1:]])):
                 imported, out = work / f"{name}-imported-{turn}", work / f"{name}-{turn}"

@@ -29,7 +29,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.clips import clip_of
 from tests.meshes.batches import even_placement
-from tests.meshes.models import deepseek, gpt_oss, qwen3, qwen3_next
+from tests.meshes.models import deepseek, gpt_oss, kimi_linear, qwen3, qwen3_next
 from tests.weights import random_state
 
 CAPACITY, AUDIO, MELS, VOCAB = 64, 256, 8, 50
@@ -66,6 +66,10 @@ GPT = replace(MODEL, llm=gpt_oss(MODEL.llm))
 """The same with the blocks of GPT-OSS."""
 DEEPSEEK_V3 = replace(MODEL, llm=deepseek(MODEL.llm))
 """The same with the blocks of DeepSeek-V3."""
+
+
+KIMI = replace(MODEL, llm=kimi_linear(MODEL.llm))
+"""The same with the blocks of Kimi-Linear."""
 
 
 class Spec(NamedTuple):

@@ -21,11 +21,12 @@ def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ran
 
 @pytest.mark.parametrize(
     ("kind", "context"),
-    [("M", 4), *(pytest.param(kind, 4, marks=pytest.mark.exhaustive) for kind in "DC")],
+    [("M", 4), *(pytest.param(kind, 4, marks=pytest.mark.exhaustive) for kind in "DCK")],
 )
-def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length(kind, context):
+def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length(kind, context, record_property):
     formula = bench.passed_bytes(kind, MODEL.llm, context)
     found = [bench.layer_bytes(kind, context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]
+    record_property(f"bytes a rank receives in a layer of {kind}", formula)
     assert found == [formula, formula]
 
 

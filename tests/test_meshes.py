@@ -20,7 +20,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.meshes.batches import CAPACITY, batch_for
 from tests.meshes.gradients import canonical_state, check, worst_of
-from tests.meshes.models import MODEL, gpt_oss, qwen3_next
+from tests.meshes.models import MODEL, gpt_oss, qwen3_next, with_pattern
 from tests.meshes.models import mixed as with_all_blocks
 from tests.meshes.runs import KINDS, adapted, meshes, mixed, of_family, predicting, unlike, variants
 
@@ -49,6 +49,16 @@ def test_the_mesh_does_not_change_what_an_adapted_model_learns(number: int):
 
 
 @pytest.mark.exhaustive
+def test_the_mesh_does_not_change_what_an_adapted_hybrid_learns() -> None:
+    """The same of every recurrent block, and of the one with attention beside it: LoRA is beside the
+    projections of rates, decays and gates too."""
+    run = adapted("float64")[1]
+    llm = with_pattern(with_all_blocks(MODEL.llm), "DKHC|DKHC")
+    row = check(replace(run, model=replace(run.model, llm=llm)))
+    assert row["error"] <= 1e-10, row
+
+
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("number", [0, 1])
 def test_the_mesh_changes_neither_multi_token_prediction_nor_ctc(number: int):
     """Nor any other result. Only here are data 2, pipeline 2 and tensor 2 combined."""
@@ -67,7 +77,7 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families() -> None:
 def test_the_mesh_changes_nothing_with_the_blocks_of_all_families_on_stages() -> None:
     """On context, pipeline and tensor ranks, with what the row above cannot have beside its options: an
     embedding that is also the head, on other stages; experts by a softmax; no latent for queries."""
-    llm = replace(with_all_blocks(MODEL.llm, "DLWH|E*C-|DLWH|E*C-"), tied_embedding=True)
+    llm = replace(with_all_blocks(MODEL.llm, "DKLWH|E*C-|DKLWH|E*C-"), tied_embedding=True)
     llm = llm.with_settings("L", q_lora_rank=0)
     llm = with_value(llm, "blocks.E.router", {"scores": "softmax", "groups": 1, "groups_per_token": 1})
     run = variants(MeshConfig(1, 2, 2, 2), "float64")[1]
@@ -76,7 +86,7 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families_on_stages() ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["granite4", "falcon_h1", "lfm2"])
+@pytest.mark.parametrize("name", ["granite4", "falcon_h1", "lfm2", "kimi_linear"])
 def test_hybrids_are_the_same_on_every_axis(name: str, record_property) -> None:
     """On context, pipeline and tensor ranks; and on eight context ranks."""
     on_all = of_family(name, "float64")[0]

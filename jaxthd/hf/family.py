@@ -67,8 +67,8 @@ class Family:
     float32: patterns of tensors that an export never rounds, besides KEPT_FLOAT32.
     data: (fields) -> settings of DataConfig with which the published model is used: its template, the form of
         its answers. {}: a chat template beside the tokenizer says it.
-    memory: beginnings of names of tensors on disk -> what they are in transformers' memory, where that is
-        something else.
+    memory: beginnings of names of tensors on disk, and parts of names, which begin with a dot -> what they
+        are in transformers' memory, where that is something else.
     meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
     """
 
@@ -99,9 +99,11 @@ class Family:
 
     def in_memory(self, name: str) -> str:
         """The name that a tensor on disk has in transformers' memory."""
-        for disk, memory in self.memory.items():
-            if name.startswith(disk):
-                return memory + name.removeprefix(disk)
+        beginning = next((disk for disk in self.memory if name.startswith(disk)), "")
+        name = self.memory.get(beginning, "") + name.removeprefix(beginning)
+        for part, memory in self.memory.items():
+            if part.startswith("."):
+                name = name.replace(part, memory)
         return name
 
     def holds(self, name: str) -> bool:

@@ -125,7 +125,8 @@ _PART: dict[str, Any] = {
     **_each(_COUNT, "vocab_size num_key_value_heads head_dim intermediate_size max_position_embeddings"),
     **_each(_COUNT, "original_max_position_embeddings sliding_window max_window_layers decoder_sparse_step"),
     **_each(_COUNT, "full_attention_interval first_k_dense_replace num_nextn_predict_layers"),
-    **_each(_COUNT, "mtp_num_hidden_layers"),
+    **_each(_COUNT, "mtp_num_hidden_layers num_experts_per_token num_shared_experts num_expert_group"),
+    **_each(_COUNT, "linear_num_heads linear_head_dim"),
     **_each(_COUNT, "num_experts num_local_experts num_experts_per_tok n_routed_experts n_shared_experts"),
     **_each(_COUNT, "moe_intermediate_size shared_expert_intermediate_size n_group topk_group"),
     **_each(_COUNT, "moe_shared_expert_intermediate_size moe_latent_size q_lora_rank kv_lora_rank"),
@@ -156,11 +157,17 @@ _PART: dict[str, Any] = {
     "shared_intermediate_size": _COUNT,
     **_each(_TEXT, "model_type hybrid_override_pattern mtp_hybrid_override_pattern pretrained_llm"),
     **_each(_TEXT, "position_embedding_type"),
+    **_each(_FLAG, "moe_renormalize"),
+    **_each(_TEXTS, "mlp_layer_types"),
     **_each(_TEXTS, "architectures layer_types layers_block_type mtp_layers_block_type"),
     **_each(_INTEGERS, "mlp_only_layers attn_layer_indices full_attn_idxs"),
     **_each(_PAIR, "time_step_limit mamba_dt_limit"),
     "rope_parameters": _ROPE,
     "rope_scaling": _ROPE,
+    "linear_attn_config": {
+        **_each(_SIZE, "head_dim num_heads short_conv_kernel_size"),
+        **_each(_INTEGERS, "kda_layers full_attn_layers"),
+    },
 }
 _PARTS = ("text_config", "llm_config", "audio_config", "sound_config", "encoder_config", "projector_config")
 FIELDS: dict[str, Any] = {

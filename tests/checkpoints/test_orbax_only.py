@@ -22,7 +22,7 @@ from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.state import abstract_state
 from tests.helpers import filled_state
-from tests.meshes.models import deepseek, gpt_oss, qwen3, qwen3_next
+from tests.meshes.models import deepseek, gpt_oss, kimi_linear, qwen3, qwen3_next
 
 ROOT = Path(__file__).parents[2]
 PAGE, EXAMPLE = ROOT / "docs" / "checkpoints.md", ROOT / "docs" / "examples" / "orbax_only.py"
@@ -66,6 +66,7 @@ CONFIGS = {
         )
     ),
     "DeepSeek-V3": Config(model=ModelConfig(encoder=None, llm=deepseek(LLM))),
+    "Kimi-Linear": Config(model=ModelConfig(encoder=None, llm=kimi_linear(LLM))),
     "Qwen3-Next": Config(
         model=ModelConfig(encoder=None, llm=qwen3_next(LLM, "D-*E")),
     ),
@@ -83,6 +84,7 @@ LETTERS = {
     "latent_attention": "L",
     "mamba": "M",
     "delta": "D",
+    "kimi_delta": "K",
     "mlp": "-",
     "moe": "E",
 }

@@ -74,6 +74,7 @@ ROWS = {
     "GraniteMoeHybridForCausalLM": Row("Granite 4", "granite_hybrid"),
     "FalconH1ForCausalLM": Row("Falcon-H1", "falcon_h1"),
     "Lfm2ForCausalLM": Row("LFM2", "lfm2"),
+    "KimiLinearForCausalLM": Row("Kimi-Linear", "kimi_linear", served="transformers"),
     "ParakeetEncoder": Row(
         "Parakeet", "fastconformer", "models/test_fastconformer.py", "transformers", FastConformer()
     ),

@@ -14,6 +14,7 @@ from jaxthd.config import AdaptConfig, Config, DataConfig
 from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config
+from jaxthd.hf.kimi_linear import KIMI_LINEAR
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.qwen2_audio import QWEN2_AUDIO
 from jaxthd.parallel.mesh import make_mesh
@@ -77,10 +78,14 @@ def test_names_are_those_of_transformers_in_memory() -> None:
     names = [
         (QWEN2_AUDIO, "language_model.model.layers.0.self_attn.q_proj"),
         (NEMOTRON_H, "backbone.layers.0.mixer.q_proj"),
+        (KIMI_LINEAR, "model.layers.0.self_attn.f_a_proj.weight"),
+        (KIMI_LINEAR, "model.layers.1.block_sparse_moe.shared_experts.up_proj.weight"),
     ]
     assert [table.family().in_memory(name) for table, name in names] == [
         "model.language_model.layers.0.self_attn.q_proj",
         "model.layers.0.mixer.q_proj",
+        "model.layers.0.self_attn.forget_gate.f_a_proj.weight",
+        "model.layers.1.mlp.shared_experts.up_proj.weight",
     ]
 
 

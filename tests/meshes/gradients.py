@@ -74,11 +74,11 @@ def one_device(
     config = with_ctc(config) if llm.mtp_pattern else config
     if adapt == PLAIN:
         return evaluate(config, order=order)[0]
-    params, buffers = canonical_state(dtype, adapt)
+    params, buffers = canonical_state(dtype, adapt, llm)
     scale = adapt.lora_alpha / adapt.lora_rank
     stored_statistics = replace(config, adapt=AdaptConfig(freeze=("encoder.blocks.conv.norm.*",)))
     found, _ = evaluate(stored_statistics, (without_lora(params, scale), buffers), order)
-    is_trained = Blueprint(Config(model=MODEL, adapt=adapt)).trained
+    is_trained = Blueprint(Config(model=replace(MODEL, llm=llm), adapt=adapt)).trained
     own, _ = split(of_lora(found.gradients, params, scale), is_trained)
     return found._replace(gradients=own)
 

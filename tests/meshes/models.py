@@ -19,6 +19,7 @@ from jaxthd.models.blocks import (
     MLP,
     Attention,
     GatedDelta,
+    KimiDelta,
     LatentAttention,
     Mamba2,
     MoE,
@@ -152,10 +153,21 @@ def lfm2(llm: LLMConfig, pattern: str = "C-*-C-*-") -> LLMConfig:
     return with_pattern(replace(llm, blocks={**llm.blocks, "C": conv}), pattern)
 
 
-def mixed(llm: LLMConfig, pattern: str = "DLWHE*C-") -> LLMConfig:
+def kimi_linear(llm: LLMConfig, pattern: str = "K-LEK-KE") -> LLMConfig:
+    """The decoder with Kimi-Linear's blocks, of as many heads as its attention has."""
+    heads = value_at(llm, "blocks.*.heads")
+    llm = deepseek(
+        replace(llm, blocks={**llm.blocks, "K": KimiDelta(heads=heads, head_dim=5, conv=3)}), "KLE-"
+    )
+    return with_pattern(llm.with_settings("L", rope=RopeConfig(), q_lora_rank=0), pattern)
+
+
+def mixed(llm: LLMConfig, pattern: str = "DKLWHE*C-") -> LLMConfig:
     """The decoder with all of these families' blocks and options, each once."""
     both = falcon_h1(llm, "H-", norm="before_gate", bias=True, conv_bias=False).blocks["H"]
+    delta = KimiDelta(heads=8, head_dim=5, conv=3)
     llm = deepseek(gpt_oss(qwen3_next(llm, "DE*-"), "DWE*-"), "DLWE*-")
+    llm = replace(llm, blocks={**llm.blocks, "K": delta})
     llm = llm.with_settings("*WL", rope=replace(LATENT.rope, fraction=0.5))
     llm = llm.with_settings("-E", form="clamped_swiglu").with_settings("E", shared_inner=24)
     llm = replace(llm, blocks={**llm.blocks, "H": both, "C": ShortConv(inner=llm.dim, conv=4, bias=True)})

@@ -28,6 +28,7 @@ from tests.speech_model import (
     CAPACITY,
     DEEPSEEK_V3,
     GPT,
+    KIMI,
     MELS,
     MODEL,
     NEXT,
@@ -184,17 +185,24 @@ def test_decoding_counts_positions_from_the_documents_start(data: int, context: 
 
 
 @pytest.mark.parametrize(
-    ("data", "context", "layout"),
+    ("model", "data", "context", "layout"),
     [
-        pytest.param(1, 4, "buffer", marks=pytest.mark.exhaustive),
-        pytest.param(1, 2, "whole", marks=pytest.mark.exhaustive),
+        pytest.param(model, 1, *ranks, id=name, marks=pytest.mark.exhaustive)
+        for name, model, ranks in (
+            ("Qwen3-Next on 4", NEXT, (4, "buffer")),
+            ("Qwen3-Next, whole", NEXT, (2, "whole")),
+            ("Kimi-Linear on 4", KIMI, (4, "buffer")),
+            ("Kimi-Linear, whole", KIMI, (2, "whole")),
+        )
     ],
 )
-def test_decoding_goes_on_from_the_states_of_the_gated_delta_rule(data: int, context: int, layout: Layout):
+def test_decoding_goes_on_from_the_states_of_the_gated_delta_rule(
+    model: ModelConfig, data: int, context: int, layout: Layout
+):
     with jax.enable_x64(True):
-        want = alone((-1,), NEXT)
+        want = alone((-1,), model)
         assert len({tuple(a) for a in want.values()}) > 4, "answers should differ"
-        assert decoded(data, context, (-1,), layout, NEXT)[1] == want
+        assert decoded(data, context, (-1,), layout, model)[1] == want
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,20 @@ RATES = np.array([1e-4, 0.1, 1.0, 50.0])
 """Mean decays of the heads a token."""
 
 
-def inputs_of(rng: np.random.Generator, tokens: int = CAPACITY) -> DeltaInputs:
+KINDS = ("of a head", "of a feature")
+"""Kinds of decays."""
+
+
+def inputs_of(rng: np.random.Generator, kind: str = KINDS[0], tokens: int = CAPACITY) -> DeltaInputs:
     """Keys are unit vectors, some of them equal to the one before, which makes the systems hardest."""
     q, k = rng.normal(size=(2, tokens, G, K))
     k /= np.linalg.norm(k, axis=-1, keepdims=True)
     k[1::3] = k[::3][: len(k[1::3])]
     decay = -RATES * rng.exponential(size=(tokens, H))
+    if kind == KINDS[1]:
+        decay = -rng.permuted(np.tile(RATES, (tokens, K, 1)), axis=1).mT * rng.exponential(
+            size=(tokens, H, K)
+        )
     return DeltaInputs(q, k, rng.normal(size=(tokens, H, V)), decay, rng.uniform(size=(tokens, H)))
 
 
@@ -33,7 +41,7 @@ def recurrence(inputs, reset_L):
     def step(state_HKV, given):
         (q, k, v, decay, rate), reset = given
         q, k = (jnp.repeat(x, H // G, axis=0) for x in (q, k))
-        state_HKV = jnp.where(reset, 0, jnp.exp(decay))[:, None, None] * state_HKV
+        state_HKV = jnp.where(reset, 0, jnp.exp(decay)).reshape(H, -1, 1) * state_HKV
         written_HV = rate[:, None] * (v - (state_HKV * k[..., None]).sum(1))
         state_HKV = state_HKV + k[..., None] * written_HV[:, None]
         return state_HKV, ((state_HKV * q[..., None]).sum(1), state_HKV)
@@ -49,16 +57,23 @@ def each_document_alone(inputs, lengths, dy):
 
 
 @pytest.mark.parametrize(
-    ("context", "gather_up_to", "chunk"),
+    ("kind", "context", "gather_up_to", "chunk"),
     [
-        (1, 8, 6),
-        (1, 8, 64),
-        (4, 8, 6),
-        (4, 1, 6),
-        *(pytest.param(*ranks, 1, marks=pytest.mark.exhaustive) for ranks in ((1, 8), (4, 8), (4, 1))),
+        (KINDS[0], 1, 8, 6),
+        (KINDS[0], 1, 8, 64),
+        (KINDS[0], 4, 8, 6),
+        (KINDS[0], 4, 1, 6),
+        (KINDS[1], 1, 8, 6),
+        (KINDS[1], 4, 8, 6),
+        *(pytest.param(KINDS[1], *x, marks=pytest.mark.exhaustive) for x in ((1, 8, 64), (4, 1, 6))),
+        *(
+            pytest.param(kind, *ranks, 1, marks=pytest.mark.exhaustive)
+            for kind in KINDS
+            for ranks in ((1, 8), (4, 8), (4, 1))
+        ),
     ],
 )
-def test_it_equals_the_recurrence_of_each_document_alone(context, gather_up_to, chunk, monkeypatch):
+def test_it_equals_the_recurrence_of_each_document_alone(kind, context, gather_up_to, chunk, monkeypatch):
     """(4, 1) passes states in log2 steps."""
     monkeypatch.setattr(state_passing, "GATHER_UP_TO", gather_up_to)
     rng = np.random.default_rng(1)
@@ -67,7 +82,7 @@ def test_it_equals_the_recurrence_of_each_document_alone(context, gather_up_to, 
             lambda _, x, segments: gated_delta_rule(x, segments, chunk=chunk)[0], context, block=8
         )
         for lengths in CASES.values():
-            inputs, dy, real = inputs_of(rng), rng.normal(size=(CAPACITY, H, V)), sum(lengths)
+            inputs, dy, real = inputs_of(rng, kind), rng.normal(size=(CAPACITY, H, V)), sum(lengths)
             dy[real:] = 0
             y, _, dinputs = run(None, inputs, *row_arrays(lengths), dy)
             want_y, want_dinputs, _ = each_document_alone(inputs, lengths, dy)
@@ -76,10 +91,11 @@ def test_it_equals_the_recurrence_of_each_document_alone(context, gather_up_to, 
             assert_same(tuple(dinputs), tuple(want_dinputs), 1e-10)
 
 
-def test_states_after_tokens_are_the_recurrences():
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_after_tokens_are_the_recurrences(kind):
     rng, lengths = np.random.default_rng(2), [13, 1, 21, 9, 11]
     with jax.enable_x64(True):
-        inputs = inputs_of(rng)
+        inputs = inputs_of(rng, kind)
         at = jnp.asarray([0, 12, 13, 20, -1, 34, 43, 54], jnp.int32)
         _, states = jax.jit(lambda i, s: gated_delta_rule(i, s, at, chunk=6))(
             inputs, segments_of(lengths, CAPACITY)
@@ -88,9 +104,10 @@ def test_states_after_tokens_are_the_recurrences():
         assert_same(states, np.where((at >= 0)[:, None, None, None], want, 0), 1e-10)
 
 
-def test_in_float32_decays_of_any_size_stay_finite():
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_float32_decays_of_any_size_stay_finite(kind):
     rng = np.random.default_rng(3)
-    inputs = DeltaInputs(*(np.float32(x) for x in inputs_of(rng)))
+    inputs = DeltaInputs(*(np.float32(x) for x in inputs_of(rng, kind)))
     lengths, dy = [40, 24], rng.normal(size=(CAPACITY, H, V)).astype(np.float32)
 
     @jax.jit
@@ -105,6 +122,28 @@ def test_in_float32_decays_of_any_size_stay_finite():
         )
     assert_same(y, want_y, 1e-5)
     assert_same(tuple(dinputs), tuple(want_dinputs), 1e-5)
+
+
+@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+def test_decays_of_features_by_exp_of_minus_30_a_token_are_the_recurrences(dtype):
+    """In a scan chunk of 64: factors from its start would be exp of +-1920. A feature beside them decays by
+    e^-1e-4 alone, others by turns."""
+    rng, lengths = np.random.default_rng(4), [64]
+    inputs, dy = inputs_of(rng), rng.normal(size=(CAPACITY, H, V))
+    decay = np.full((CAPACITY, H, K), -30.0)
+    decay[:, :, 1], decay[::2, :, 2], decay[:, :, 3] = -1e-4, 0.0, -30 * rng.uniform(size=(CAPACITY, H))
+    inputs = DeltaInputs(*(x.astype(dtype) for x in inputs._replace(decay=decay)))
+    with jax.enable_x64(True):
+        exact = DeltaInputs(*(np.float64(x) for x in inputs))
+        want_y, want_dinputs, _ = each_document_alone(exact, lengths, np.float64(dy.astype(dtype)))
+    with jax.enable_x64(dtype == np.float64):
+        segments = segments_of(lengths, CAPACITY)
+        y, pull = jax.vjp(jax.jit(lambda i: gated_delta_rule(i, segments, chunk=64)[0]), inputs)
+        (dinputs,) = pull(dy.astype(dtype))
+    tolerance = 1e-10 if dtype == np.float64 else 1e-5
+    assert_same(y, want_y, tolerance)
+    assert_same(tuple(dinputs), tuple(want_dinputs), tolerance)
+    assert all(np.isfinite(x).all() for x in dinputs)
 
 
 @pytest.mark.parametrize("size", [1, 6, 16])

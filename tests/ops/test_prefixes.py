@@ -108,11 +108,14 @@ def inputs_of(
     if name == "convolution":
         return (rng.normal(size=(TAPS, H, 3)), rng.normal(size=(H, 3))), normal(H, 3), normal(H, 3)
     dt = rng.uniform(0.001, 1.0, size=(capacity, H))
-    if name == "delta":
+    if name.startswith("delta"):
         q, k = normal(G, D), normal(G, D)
         k /= np.linalg.norm(k, axis=-1, keepdims=True)
         rates = rng.uniform(size=(capacity, H))
-        return None, (q, k, normal(H, V), -dt * DECAYS[::-1], rates), normal(H, V)
+        decay = -dt * DECAYS[::-1]
+        if name == "delta of features":
+            decay = decay[..., None] * rng.uniform(size=(capacity, H, D))
+        return None, (q, k, normal(H, V), decay, rates), normal(H, V)
     state = max(S, dim)
     return -DECAYS, (normal(H, dim), dt, normal(G, state), normal(G, state)), normal(H, dim)
 
@@ -123,6 +126,7 @@ MIXERS = {
     "convolution": convolved,
     "scan": scanned,
     "delta": by_delta,
+    "delta of features": by_delta,
 }
 MESHES = [
     *(("attention", context, "ring") for context in (1, 4)),
@@ -135,6 +139,7 @@ MESHES = [
     *(("delta", context, "") for context in (1, 2, 4)),
     # 4 are more than there are key heads.
     ("delta", 4, "in steps"),
+    *(("delta of features", context, "") for context in (1, 2, 4)),
 ]
 TYPICAL = [
     ("attention in a window", 4, "ring"),
@@ -142,6 +147,7 @@ TYPICAL = [
     ("convolution", 4, ""),
     ("scan", 2, ""),
     ("delta", 2, ""),
+    ("delta of features", 2, ""),
 ]
 
 

@@ -76,9 +76,11 @@ def mixers(params: Any, x: Any, segments: Any, exchange: str) -> Any:
     )
     # Keys are not longer than 1, as the rule expects them; else its states grow without bound.
     q, k = (x[:, :2] / (1 + jnp.square(x[:, :2]).sum(-1, keepdims=True)) for x in (q, k))
-    inputs = DeltaInputs(q, k, v, -jax.nn.softplus(dt), jax.nn.sigmoid(dt))
-    answered, _ = outputs_and_states(inputs, segments, jnp.zeros(0, jnp.int32), chunk=6)
-    return attended, in_windows, convolved, scanned, answered
+    decay, rate, nowhere = -jax.nn.softplus(dt), jax.nn.sigmoid(dt), jnp.zeros(0, jnp.int32)
+    of_heads = DeltaInputs(q, k, v, decay, rate)
+    of_features = of_heads._replace(decay=decay[..., None] * (1 + jnp.square(k[:, :1])))
+    answered = (outputs_and_states(x, segments, nowhere, chunk=6)[0] for x in (of_heads, of_features))
+    return attended, in_windows, convolved, scanned, *answered
 
 
 @functools.cache
@@ -164,7 +166,7 @@ def compare(rows: list[Any], context: int, exchange: str, *, no_splits: bool = F
     shapes: tuple[tuple[int, ...], ...] = (H, D), (2, D), (2, P), (2,), (G, S), (G, S)
     x = tuple(rng.normal(size=(2, CAPACITY[context], *shape)) for shape in shapes)
     params = rng.normal(size=(4, 2 * P)), rng.normal(size=2 * P), rng.normal(size=2), rng.normal(size=H)
-    shapes = (H, P), (H, P), (2 * P,), (2, P), (2, P)
+    shapes = (H, P), (H, P), (2 * P,), (2, P), (2, P), (2, P)
     dy = tuple(rng.normal(size=(2, CAPACITY[context], *shape)) for shape in shapes)
     dy = jax.tree.map(lambda a: a * real.reshape(2, -1, *[1] * (a.ndim - 2)), dy)
     want = program(1, "ring")(params, x, *in_order, None, dy)

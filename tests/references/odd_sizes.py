@@ -175,6 +175,43 @@ def lfm2(draw: Draw) -> dict[str, Any]:
     }
 
 
+NO_TOKENS = {"pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}
+"""Special tokens inside a small vocabulary."""
+
+
+def kimi_linear(draw: Draw) -> dict[str, Any]:
+    """Fields of Kimi-Linear."""
+    heads, groups, size = draw.randint(1, 4), draw.choice((1, 1, 2, 3)), draw.randint(2, 4)
+    layers = _types(draw)
+    return {
+        "vocab_size": draw.randint(30, 60),
+        "hidden_size": draw.randint(9, 33),
+        "intermediate_size": draw.randint(5, 40),
+        "num_attention_heads": heads,
+        "num_key_value_heads": heads,
+        "q_lora_rank": draw.choice((None, draw.randint(3, 12))),
+        "kv_lora_rank": draw.randint(3, 12),
+        "qk_nope_head_dim": draw.randint(2, 12),
+        "qk_rope_head_dim": draw.randint(1, 9),
+        "v_head_dim": draw.randint(2, 12),
+        "linear_num_heads": draw.randint(1, 5),
+        "linear_head_dim": draw.randint(1, 19),
+        "linear_conv_kernel_dim": draw.randint(2, 4),
+        "num_local_experts": groups * size,
+        "n_group": groups,
+        "topk_group": draw.randint(1, groups),
+        "num_experts_per_tok": draw.randint(1, size - 1),
+        "n_shared_experts": draw.randint(1, 2),
+        "moe_intermediate_size": draw.randint(3, 20),
+        "norm_topk_prob": draw.random() < 0.7,
+        "routed_scaling_factor": draw.choice((1.0, 2.446)),
+        "rms_norm_eps": draw.choice((1e-6, 1e-5)),
+        "mlp_layer_types": draw.choices(("dense", "sparse"), k=layers["num_hidden_layers"]),
+        **NO_TOKENS,
+        **layers,
+    }
+
+
 DRAWN: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "qwen3_5": ("Qwen3_5", qwen3_5),
     "qwen3_5_moe": ("Qwen3_5Moe", qwen3_5_moe),
@@ -182,6 +219,7 @@ DRAWN: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "granitemoehybrid": ("GraniteMoeHybrid", granitemoehybrid),
     "falcon_h1": ("FalconH1", falcon_h1),
     "lfm2": ("Lfm2", lfm2),
+    "kimi_linear": ("KimiLinear", kimi_linear),
 }
 """The library's class, without its ending, and what draws the fields of its config."""
 

@@ -17,6 +17,8 @@ entry for each expert, and NemotronH's prefix "backbone.".
     qwen3_5             the gated delta rule's projections each by itself, convolutions of 3, a tied head,
                         three axes of positions, which are equal
     qwen3_5_moe         the same with experts in all layers, convolutions of 2
+    kimi_linear         decays of features, latent attention without rotation, a dense layer before
+                        two of experts in two groups
     deepseek_v3         a latent for queries, a dense layer before two of experts, groups of experts, YaRN
     moonlight           no latent for queries, one group, two shared experts
     llama               all projections with biases, heads wider than their share, Llama 3's positions
@@ -224,6 +226,34 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "shared_expert_intermediate_size": 9,
         },
     ),
+    "kimi_linear": (
+        "KimiLinear",
+        {
+            "vocab_size": 48,
+            "hidden_size": 20,
+            "intermediate_size": 36,
+            "moe_intermediate_size": 12,
+            "num_attention_heads": 3,
+            "num_key_value_heads": 3,
+            "kv_lora_rank": 9,
+            "qk_nope_head_dim": 10,
+            "qk_rope_head_dim": 5,
+            "v_head_dim": 7,
+            "num_local_experts": 8,
+            "num_experts_per_tok": 2,
+            "n_group": 2,
+            "n_shared_experts": 2,
+            "linear_num_heads": 4,
+            "linear_head_dim": 6,
+            "linear_conv_kernel_dim": 3,
+            "rms_norm_eps": 1e-4,
+            "num_hidden_layers": 3,
+            "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+            "pad_token_id": None,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        },
+    ),
     "deepseek_v3": (
         "DeepseekV3",
         {
@@ -381,7 +411,7 @@ def groups_and_experts(gate: Any, logits: torch.Tensor) -> torch.Tensor:
     return torch.stack(found)
 
 
-SCORES = {"NemotronH": biased_sigmoid, "DeepseekV3": groups_and_experts}
+SCORES = {"NemotronH": biased_sigmoid, "DeepseekV3": groups_and_experts, "KimiLinear": groups_and_experts}
 
 
 RENAMED = {
@@ -397,12 +427,21 @@ RENAMED = {
 def on_disk(named: dict[str, torch.Tensor], kind: str = "NemotronH") -> Arrays:
     """Renames the library's names in memory to those of checkpoints on disk."""
     out: Arrays = {}
+    names = {x: x for x in ("gate_proj", "up_proj", "down_proj")}
+    if kind == "KimiLinear":
+        names = {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     for name, x in named.items():
         array = x.detach().numpy().copy()
         if kind == "NemotronH":
             name = name.replace("model.", "backbone.", 1)
         for ours, theirs in RENAMED.get(kind, {}).items():
             name = name.replace(ours, theirs)
+        if name.endswith("self_attn.conv1d.weight"):  # KimiLinear's queries, keys and values
+            parts = zip("qkv", np.split(array, 3), strict=True)
+            out |= {name.replace("conv1d", f"{part}_conv1d"): each for part, each in parts}
+            continue
+        if kind == "KimiLinear":
+            name = name.replace("forget_gate.", "").replace(".mlp.", ".block_sparse_moe.")
         if ".experts." not in name or kind == "GptOss":
             out[name] = array
             continue
@@ -410,7 +449,7 @@ def on_disk(named: dict[str, torch.Tensor], kind: str = "NemotronH") -> Arrays:
         parts = ("gate_proj", "up_proj") if matrix == "gate_up_proj" else (matrix,)
         for expert, matrices in enumerate(array):
             split = zip(parts, np.split(matrices, len(parts)), strict=True)
-            out |= {f"{head}.experts.{expert}.{part}.weight": each for part, each in split}
+            out |= {f"{head}.experts.{expert}.{names[part]}.weight": each for part, each in split}
     return out
 
 

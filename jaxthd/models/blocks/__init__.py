@@ -4,6 +4,7 @@
 from jaxthd.models.blocks.attention import Attention, AttentionMixer
 from jaxthd.models.blocks.contract import Mixer, Prefilled, RoutedMixer, Routing
 from jaxthd.models.blocks.delta import DeltaMixer, GatedDelta
+from jaxthd.models.blocks.kimi_delta import KimiDelta, KimiDeltaMixer
 from jaxthd.models.blocks.latent_attention import LatentAttention, LatentAttentionMixer
 from jaxthd.models.blocks.mamba2 import Mamba2, Mamba2Mixer
 from jaxthd.models.blocks.mlp import MLP, MLPMixer
@@ -17,6 +18,8 @@ __all__ = [
     "AttentionMixer",
     "DeltaMixer",
     "GatedDelta",
+    "KimiDelta",
+    "KimiDeltaMixer",
     "LatentAttention",
     "LatentAttentionMixer",
     "MLPMixer",

@@ -5,7 +5,7 @@ C = 2 U + I channels of the convolution; in decoding n documents of this rank.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -28,7 +28,7 @@ from jaxthd.ops.delta.split_documents import outputs_and_states
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
-from jaxthd.parallel.params import Init, over_tensor, own_part
+from jaxthd.parallel.params import Init, ShardedDim, over_tensor, own_part
 
 UNIT_EPS = 1e-6
 """Added to the square of a query's or key's length before it is made 1."""
@@ -105,7 +105,7 @@ class GatedDelta(Block):
 class DeltaMixer(nnx.Module):
     """Convolution over q, k, v; queries and keys of length 1; the rule; RMSNorm of each head; gate."""
 
-    no_fp8 = ("dt", "rate")  # time steps are exponents
+    no_fp8: tuple[str, ...] = ("dt", "rate")  # time steps are exponents
 
     def __init__(
         self,
@@ -122,11 +122,8 @@ class DeltaMixer(nnx.Module):
         self.z = Linear(llm.dim, delta.inner, init, sharded_out=heads)
         self.rate = Linear(llm.dim, delta.value_heads, init, sharded_out=heads)
         self.dt = Linear(llm.dim, delta.value_heads, init, sharded_out=heads)
-        std = 1 / math.sqrt(delta.conv)
-        self.conv_q, self.conv_k, self.conv_v = (
-            init.normal((delta.conv, dim), (None, sharded), std=std)
-            for dim, sharded in ((delta.keys, groups), (delta.keys, groups), (delta.inner, heads))
-        )
+        sizes = (delta.keys, groups), (delta.keys, groups), (delta.inner, heads)
+        self.conv_q, self.conv_k, self.conv_v = taps(delta.conv, sizes, init)
         # Decays start as Qwen3-Next's: rates uniform in [0, 16], time steps softplus(1).
         rate_H = 16 * jax.random.uniform(init.next_key(), (delta.value_heads,), minval=1e-3)
         self.a_log = init.param(jnp.log(rate_H), (heads,))
@@ -164,7 +161,8 @@ class DeltaMixer(nnx.Module):
         q_nHK, k_nHK = (
             jnp.repeat(x, state_nHKV.shape[1] // x.shape[1], axis=1).astype(acc) for x in given[:2]
         )
-        state_nHKV = jnp.exp(given.decay)[..., None, None] * state_nHKV
+        factors_nHK1 = jnp.exp(given.decay).reshape(*state_nHKV.shape[:2], -1, 1)
+        state_nHKV = factors_nHK1 * state_nHKV
         known_nHV = jnp.einsum("nhkv,nhk->nhv", state_nHKV, k_nHK)
         written_nHV = given.rate[..., None] * (given.v.astype(acc) - known_nHV)
         state_nHKV = state_nHKV + k_nHK[..., None] * written_nHV[:, :, None]
@@ -189,7 +187,7 @@ class DeltaMixer(nnx.Module):
         return self._by_head(convolved_NC, self._decays(x_ND), self._rates(x_ND))
 
     def _decays(self, x_ND: Array) -> Array:
-        """Logarithms, at most 0, [N, H], in promote(float32, x)."""
+        """Logarithms, at most 0, [N, H] or, of features, [N, H, K], in promote(float32, x)."""
         acc = accumulation_dtype(x_ND)
         step_NH = jax.nn.softplus(self.dt(x_ND).astype(acc) + self.dt_bias[...].astype(acc))
         return -jnp.exp(self.a_log[...].astype(acc)) * step_NH
@@ -197,20 +195,28 @@ class DeltaMixer(nnx.Module):
     def _rates(self, x_ND: Array) -> Array:
         return jax.nn.sigmoid(self.rate(x_ND).astype(accumulation_dtype(x_ND)))
 
-    def _by_head(self, convolved_NC: Array, decay_NH: Array, rate_NH: Array) -> DeltaInputs:
+    def _by_head(self, convolved_NC: Array, decay: Array, rate_NH: Array) -> DeltaInputs:
         """convolved_NC: q, k and v side by side."""
-        keys = (convolved_NC.shape[1] - decay_NH.shape[1] * self.value_dim) // 2
+        keys = (convolved_NC.shape[1] - rate_NH.shape[1] * self.value_dim) // 2
         q_NU, k_NU, v_NI = jnp.split(convolved_NC, (keys, 2 * keys), axis=1)
         q_NGK, k_NGK = (x.reshape(len(x), -1, self.key_dim) for x in (q_NU, k_NU))
-        v_NHV = v_NI.reshape(*decay_NH.shape, -1)
-        return DeltaInputs(_unit(q_NGK, self.key_dim**-0.5), _unit(k_NGK), v_NHV, decay_NH, rate_NH)
+        v_NHV = v_NI.reshape(*rate_NH.shape, -1)
+        return DeltaInputs(_unit(q_NGK, self.key_dim**-0.5), _unit(k_NGK), v_NHV, decay, rate_NH)
 
     # --- after the rule ---
 
     def _finish(self, y_NHV: Array, x_ND: Array) -> Array:
-        gate_NI = jax.nn.silu(self.z(x_ND).astype(y_NHV.dtype))
+        gate_NI = self._gate(x_ND, y_NHV.dtype)
         normed_NI = self.norm.of_heads(y_NHV).reshape(gate_NI.shape)
         return self.out((normed_NI * gate_NI).astype(x_ND.dtype))
+
+    def _gate(self, x_ND: Array, dtype: Any) -> Array:
+        return jax.nn.silu(self.z(x_ND).astype(dtype))
+
+
+def taps(count: int, sizes: Iterable[tuple[int, ShardedDim | None]], init: Init) -> list[nnx.Param]:
+    """New taps of convolutions, [count, channels] each. sizes: (channels, how tensor ranks divide them)."""
+    return [init.normal((count, dim), (None, sharded), std=1 / math.sqrt(count)) for dim, sharded in sizes]
 
 
 def _unit(x_NGK: Array, length: float = 1.0) -> Array:

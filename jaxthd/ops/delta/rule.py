@@ -5,9 +5,11 @@ decay g <= 0 and rate b writes what the decayed state does not yet answer to its
 
     S <- exp(g) S;   u = b (v - S^T k);   S <- S + k u^T;   y = S^T q
 
+A decay is one number a head, or one for each feature of its keys (Kimi Team, Kimi Linear, 2025).
+
 In chunks: inside a scan chunk the u depend on one another by a unit triangular system (the WY form; Yang et
-al., DeltaNet, 2024), solved for all tokens at once. Between scan chunks runs a recurrence of states. Decays
-are those of Mamba2's scan (ops/scan/decays.py), and so is what context ranks exchange
+al., DeltaNet, 2024), solved for all tokens at once. Between scan chunks runs a recurrence of states. Only
+ops/delta/decays.py knows which kind the decays are of. What context ranks exchange is as in Mamba2's scan
 (ops/scan/state_passing.py): what a context chunk does to the state that enters it is an affine map, here
 with a matrix a head.
 
@@ -26,24 +28,25 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops.delta.decays import ChannelDecays, DeltaDecays, HeadDecays, SinceStart
 from jaxthd.ops.delta.unit_triangular import inverse_of_unit_lower
 from jaxthd.ops.numerics import accumulation_dtype, exact_product
-from jaxthd.ops.scan.decays import Decays, decays_of, decays_since_start_here
-from jaxthd.ops.scan.prefixes import numbers_by_scan_chunk, of_states
+from jaxthd.ops.scan.prefixes import numbers_by_scan_chunk
 from jaxthd.ops.scan.ssd import by_scan_chunk, in_scan_chunk, positions_by_scan_chunk
 from jaxthd.ops.scan.state_passing import MatrixMap, initial_states
 from jaxthd.packing.segments import Segments
 
 
 class DeltaInputs(NamedTuple):
-    """Inputs of the rule. q, k, v in the compute dtype, decay (a logarithm, at most 0) and rate in the
-    accumulation dtype promote(float32, q's). Value head i has the key head i // (H / G).
+    """Inputs of the rule. q, k, v in the compute dtype, decay (a logarithm, at most 0; of a head, or of each
+    feature of its keys) and rate in the accumulation dtype promote(float32, q's). Value head i has the key
+    head i // (H / G).
     """
 
     q: Float[Array, "N G K"]
     k: Float[Array, "N G K"]
     v: Float[Array, "N H V"]
-    decay: Float[Array, "N H"]
+    decay: Float[Array, "N H *K"]
     rate: Float[Array, "N H"]
 
 
@@ -74,16 +77,19 @@ def gated_delta_rule(
     length = len(inputs.v) // (segments.rows * segments.context_chunks)
     chunk = min(chunk, length)
     chunks = _in_scan_chunks(inputs, segments, chunk)
-    decays = decays_of(chunks.decay_CGhQ, chunks.positions_CQ)
-    system = _system(chunks, decays)
+    decays = _decays(chunks)
+    kk_CGhQQ, qk_CGhQQ = decays.scores((chunks.k_CGQK, chunks.q_CGQK), chunks.k_CGQK)
+    system = _system(chunks, decays, kk_CGhQQ)
 
     def run(entering: _Entering | None, at_D: Array) -> tuple[Array, Array]:
         """y [C, G, h, Q, V], and the states [D, H, K, V] after the tokens `at_D`."""
-        written_CGhQV = _written_from_zero(chunks, decays, system, entering)
+        written_CGhQV = _written_from_zero(chunks, system, entering)
         state_CGhKV = _states_before(chunks, decays, system, written_CGhQV, entering, segments)
         read = _product("cghqk,cghkv->cghqv", system.reads_CGhQK, state_CGhKV, inputs.k.dtype)
         written_CGhQV = written_CGhQV - read
-        y_CGhQV = _outputs(chunks, decays, written_CGhQV, state_CGhKV, entering)
+        y_CGhQV = _product("cghqj,cghjv->cghqv", qk_CGhQQ, written_CGhQV, inputs.q.dtype)
+        y_CGhQV = y_CGhQV + decays.answers(chunks.q_CGQK, state_CGhKV)
+        y_CGhQV = y_CGhQV if entering is None else y_CGhQV + entering.of_queries_CGhQV
         place = in_scan_chunk(at_D, length, chunk)
         state_DGhKV = _states_after(chunks, decays, written_CGhQV, state_CGhKV, entering, *place)
         state_DGhKV = jnp.where((at_D >= 0)[:, None, None, None, None], state_DGhKV, 0)
@@ -96,7 +102,8 @@ def gated_delta_rule(
         given = Given(state_EHKV, segments.prefixes.of_token)
     entering = None
     if given is not None:
-        entering = _entering(chunks, given.state, numbers_by_scan_chunk(given.of_token, segments, chunk))
+        number_CQ = numbers_by_scan_chunk(given.of_token, segments, chunk)
+        entering = _entering(chunks, decays, given.state, number_CQ)
     y_CGhQV, state_DHKV = run(entering, at_D)
     y_ZLHV = jnp.moveaxis(y_CGhQV, 3, 1).reshape(len(inputs.v) // length, -1, *inputs.v.shape[1:])
     return y_ZLHV[:, :length].reshape(inputs.v.shape), state_DHKV
@@ -108,7 +115,7 @@ class _Chunks(NamedTuple):
     q_CGQK: Array
     k_CGQK: Array
     v_CGhQV: Array
-    decay_CGhQ: Array
+    decay: Array
     rate_CGhQ: Array
     positions_CQ: Array
 
@@ -137,14 +144,14 @@ class _Entering(NamedTuple):
 
     of_keys_CGhQV: Array
     of_queries_CGhQV: Array
-    since_CGhQ: Array
+    since: SinceStart
     state_EGhKV: Array
     number_CQ: Array
 
     def states(self, c_D: Array, q_D: Array) -> Array:
         """States decayed up to the tokens q of scan chunks c, [D, G, h, K, V]."""
-        since_DGh = self.since_CGhQ[c_D, :, :, q_D]
-        return since_DGh[..., None, None] * self.state_EGhKV[jnp.maximum(self.number_CQ[c_D, q_D] - 1, 0)]
+        number_D = jnp.maximum(self.number_CQ[c_D, q_D] - 1, 0)
+        return self.since.at(c_D, q_D) * self.state_EGhKV[number_D]
 
 
 def _in_scan_chunks(inputs: DeltaInputs, segments: Segments, chunk: int) -> _Chunks:
@@ -160,40 +167,37 @@ def _in_scan_chunks(inputs: DeltaInputs, segments: Segments, chunk: int) -> _Chu
         q_CGQK=by_scan_chunk(inputs.q, context_chunks, chunk),
         k_CGQK=by_scan_chunk(inputs.k, context_chunks, chunk),
         v_CGhQV=by_value_head(inputs.v),
-        decay_CGhQ=by_value_head(inputs.decay),
+        decay=by_value_head(inputs.decay),
         rate_CGhQ=by_value_head(inputs.rate),
         positions_CQ=positions_by_scan_chunk(segments, chunk),
     )
 
 
-def _system(chunks: _Chunks, decays: Decays) -> _System:
-    kk_CGQQ = _product("cgqk,cgjk->cgqj", chunks.k_CGQK, chunks.k_CGQK, chunks.k_CGQK.dtype)
-    lower_CGhQQ = chunks.rate_CGhQ[..., None] * kk_CGQQ[:, :, None] * decays.between_CGhQQ
-    reads_CGhQK = (chunks.rate_CGhQ * decays.from_start_CGhQ)[..., None] * chunks.k_CGQK[:, :, None]
-    inverse_CGhQQ = inverse_of_unit_lower(lower_CGhQQ)
+def _decays(chunks: _Chunks) -> DeltaDecays:
+    if chunks.decay.ndim == chunks.rate_CGhQ.ndim:
+        return HeadDecays.of(chunks.decay, chunks.positions_CQ)
+    return ChannelDecays.of(chunks.decay, chunks.positions_CQ)
+
+
+def _system(chunks: _Chunks, decays: DeltaDecays, kk_CGhQQ: Array) -> _System:
+    """kk: the decayed products of keys."""
+    inverse_CGhQQ = inverse_of_unit_lower(chunks.rate_CGhQ[..., None] * kk_CGhQQ)
+    reads_CGhQK = chunks.rate_CGhQ[..., None] * decays.from_start(chunks.k_CGQK)
     return _System(inverse_CGhQQ, exact_product(inverse_CGhQQ, reads_CGhQK))
 
 
-def _entering(chunks: _Chunks, state_EHKV: Array, number_CQ: Array) -> _Entering:
+def _entering(chunks: _Chunks, decays: DeltaDecays, state_EHKV: Array, number_CQ: Array) -> _Entering:
     """number: of each token's state, from 1; 0 for none."""
+    since = decays.since_start(number_CQ)
+    of_keys, of_queries = (since.answers(x_CGQK, state_EHKV) for x_CGQK in (chunks.k_CGQK, chunks.q_CGQK))
     groups = chunks.k_CGQK.shape[1]
-    began_here_CQ = chunks.positions_CQ <= jnp.arange(chunks.positions_CQ.shape[1])
-    since_CGhQ = decays_since_start_here(chunks.decay_CGhQ, chunks.positions_CQ)
-    since_CGhQ = jnp.where((began_here_CQ & (number_CQ > 0))[:, None, None], since_CGhQ, 0)
-    state_EHVK = state_EHKV.swapaxes(2, 3)
-
-    def of(x_CGQK: Array) -> Array:
-        """Answers [C, G, h, Q, V] of the decayed state to keys or queries."""
-        answers_CGQhV = of_states(x_CGQK, state_EHVK, number_CQ)
-        return answers_CGQhV.swapaxes(2, 3) * since_CGhQ[..., None]
-
     state_EGhKV = state_EHKV.reshape(len(state_EHKV), groups, -1, *state_EHKV.shape[2:])
-    return _Entering(of(chunks.k_CGQK), of(chunks.q_CGQK), since_CGhQ, state_EGhKV, number_CQ)
+    return _Entering(of_keys, of_queries, since, state_EGhKV, number_CQ)
 
 
-def _written_from_zero(chunks: _Chunks, decays: Decays, system: _System, entering: _Entering | None) -> Array:
+def _written_from_zero(chunks: _Chunks, system: _System, entering: _Entering | None) -> Array:
     """u where the state before the scan chunk is 0, [C, G, h, Q, V]."""
-    own_CGhQV = chunks.v_CGhQV.astype(decays.to_end_CGhQ.dtype)
+    own_CGhQV = chunks.v_CGhQV.astype(chunks.rate_CGhQ.dtype)
     if entering is not None:
         own_CGhQV = own_CGhQV - entering.of_keys_CGhQV
     return system.solved(chunks.rate_CGhQ[..., None] * own_CGhQV)
@@ -202,7 +206,7 @@ def _written_from_zero(chunks: _Chunks, decays: Decays, system: _System, enterin
 class _Step(NamedTuple):
     """A scan chunk's map of the state: decay state + keys^T (written - reads state) + entering."""
 
-    decay_ZGh: Array
+    decay_ZGhK1: Array
     keys_ZGhQK: Array
     reads_ZGhQK: Array
     written_ZGhQV: Array
@@ -214,7 +218,7 @@ class _Step(NamedTuple):
         read = _product("zghqk,zghkw->zghqw", self.reads_ZGhQK, state_ZGhKW, self.keys_ZGhQK.dtype)
         written = _widened(self.written_ZGhQV, more) - read
         added = _product("zghqk,zghqw->zghkw", self.keys_ZGhQK, written, self.keys_ZGhQK.dtype)
-        added = self.decay_ZGh[..., None, None] * state_ZGhKW + added
+        added = self.decay_ZGhK1 * state_ZGhKW + added
         return added if self.entering_ZGhKV is None else added + _widened(self.entering_ZGhKV, more)
 
 
@@ -224,7 +228,7 @@ def _widened(x: Array, columns: int) -> Array:
 
 def _states_before(
     chunks: _Chunks,
-    decays: Decays,
+    decays: DeltaDecays,
     system: _System,
     written_CGhQV: Array,
     entering: _Entering | None,
@@ -239,8 +243,8 @@ def _states_before(
     scan_chunks, tokens = chunks.positions_CQ.shape
     everywhere, last = jnp.arange(scan_chunks), jnp.full(scan_chunks, tokens - 1)
     of_chunk = _Step(
-        decays.from_start_CGhQ[..., -1],
-        (chunks.k_CGQK[:, :, None] * decays.to_end_CGhQ[..., None]).astype(chunks.k_CGQK.dtype),
+        decays.over_chunk,
+        decays.to_end(chunks.k_CGQK).astype(chunks.k_CGQK.dtype),
         system.reads_CGhQK,
         written_CGhQV,
         None if entering is None else entering.states(everywhere, last),
@@ -268,22 +272,9 @@ def _states_before(
     return before_cZGhKV.swapaxes(0, 1).reshape(scan_chunks, *before_cZGhKV.shape[2:])
 
 
-def _outputs(
-    chunks: _Chunks, decays: Decays, written_CGhQV: Array, state_CGhKV: Array, entering: _Entering | None
-) -> Array:
-    """[C, G, h, Q, V]: from the tokens of the scan chunk, and from the state before it."""
-    dtype = chunks.q_CGQK.dtype
-    qk_CGQQ = _product("cgqk,cgjk->cgqj", chunks.q_CGQK, chunks.k_CGQK, dtype)
-    scores_CGhQQ = qk_CGQQ[:, :, None] * decays.between_CGhQQ
-    y_CGhQV = _product("cghqj,cghjv->cghqv", scores_CGhQQ, written_CGhQV, dtype)
-    from_state_CGhQV = _product("cgqk,cghkv->cghqv", chunks.q_CGQK, state_CGhKV, dtype)
-    y_CGhQV = y_CGhQV + decays.from_start_CGhQ[..., None] * from_state_CGhQV
-    return y_CGhQV if entering is None else y_CGhQV + entering.of_queries_CGhQV
-
-
 def _states_after(
     chunks: _Chunks,
-    decays: Decays,
+    decays: DeltaDecays,
     written_CGhQV: Array,
     state_CGhKV: Array,
     entering: _Entering | None,
@@ -291,10 +282,9 @@ def _states_after(
     q_D: Array,
 ) -> Array:
     """[D, G, h, K, V], after the tokens q of scan chunks c."""
-    between_DGhQ = decays.between_CGhQQ[c_D, :, :, q_D]
-    keys_DGhQK = chunks.k_CGQK[c_D][:, :, None] * between_DGhQ[..., None]
+    keys_DGhQK, factor_DGhK1 = decays.at(chunks.k_CGQK, c_D, q_D)
     state_DGhKV = _product("dghqk,dghqv->dghkv", keys_DGhQK, written_CGhQV[c_D], chunks.k_CGQK.dtype)
-    state_DGhKV += decays.from_start_CGhQ[c_D, :, :, q_D][..., None, None] * state_CGhKV[c_D]
+    state_DGhKV += factor_DGhK1 * state_CGhKV[c_D]
     return state_DGhKV if entering is None else state_DGhKV + entering.states(c_D, q_D)
 
 
