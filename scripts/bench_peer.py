@@ -16,8 +16,11 @@ and transformers' NemotronH make one step. Text is bytes. Padding does not count
 - jaxthd: what `jaxthd train` does where the config gives the model and the data alone (`defaults`), and with
   the settings of --tuned. Samples are read from WAV files.
 
-Each way is its own process, whose C library keeps freed memory. All run a stretch of batches before the clock
-starts. Then the ways alternate, a stretch each, --rounds times; a rate is the median over the stretches.
+Each way is its own process, whose C library keeps freed memory, and runs a stretch of batches before the
+clock starts. The peer's ways are measured one by one. Then jaxthd's and the fastest of them alternate, a
+stretch each, --rounds times; a rate is the median over the stretches. No other process is there: with six of
+the peer's asleep beside it, jaxthd was a seventh slower on a machine of 24 GiB, and the peer was not. The
+processes that load jaxthd's batches are stopped while the peer is measured: each side pays for its own.
 `peak` is the highest resident memory of the process over what it had before its model was made, with the
 processes that load jaxthd's batches. The matrix rate is measured before each stretch. `MFLOP a token` are
 what the model must compute, without padding and recomputation; `done` is what torch counts of the peer,
@@ -170,22 +173,27 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
         peers = [f"{seconds:g} sorted{scan}" for seconds in options.padded]
         peers += [f"{middle:g} random{scan}", *([f"{middle:g} sorted {CHUNK}"] if chunk else [])]
         peers += [f"{seconds:g} sorted{scan} compiled" for seconds in options.compile]
+        alone: dict[str, Way] = {}
+        for way in peers:
+            process = begin(folder, options.python_reference, "peer", way)
+            alone |= measured({f"peer {way}": process}, 1)
+            process.end()
+        best = max(alone, key=lambda name: alone[name].rate)
         ours = {"defaults": "", **({"tuned": options.tuned} if options.tuned else {})}
         ways = {f"jaxthd {n}": begin(folder, sys.executable, "jaxthd", way) for n, way in ours.items()}
-        ways |= {f"peer {way}": begin(folder, options.python_reference, "peer", way) for way in peers}
-        checked = [ways[name] for name in ("jaxthd defaults", f"peer {peers[0]}")]
+        ways[best] = begin(folder, options.python_reference, "peer", best.removeprefix("peer "))
+        both = {name: ways[name] for name in ("jaxthd defaults", best)}
         # First of all: training changes the peer's weights and its BatchNorm's statistics.
-        answers = [np.array(process.ask("answers")) for process in checked]
+        answers = [np.array(process.ask("answers")) for process in both.values()]
         same = float(np.mean(answers[0] == answers[1]))
-        checks = [process.ask("checked") for process in checked]
+        checks = [process.ask("checked") for process in both.values()]
         apart = float(np.abs(np.array(checks[0]) / np.array(checks[1]) - 1).max())
-        found = measured(ways, options.rounds)
+        alternating = measured(ways, options.rounds)
+        found = {name: way for name, way in alternating.items() if name != best} | alone | alternating
         columns = "way|tokens/s|s of audio/s|peak, MiB|MFLOP a token|done|of matrix rate"
         show(f"{title}: a training step", columns, [way.row(name, useful) for name, way in found.items()])
         print(f"losses and gradient norms of {CHECKED} documents: {apart:.1e} apart")
-        best = max((n for n in found if n.startswith("peer")), key=lambda n: found[n].rate)
         print(f"fastest way of the peer: {found[best].rate:,.0f} tokens/s, {best}", flush=True)
-        both = {name: ways[name] for name in ("jaxthd defaults", best)}
         compare_around(title, both)
         show_parts(title, both)
         for process in ways.values():

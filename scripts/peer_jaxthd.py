@@ -33,7 +33,7 @@ from scripts.benchmark import changed
 from scripts.gpu_costs import part_of
 from scripts.gpu_models import attention_and_scan_flops, report_of, rows_of
 from scripts.gpu_program import parse
-from scripts.peer_process import MATRIX
+from scripts.peer_process import MATRIX, workers_run
 from scripts.peer_work import (
     AT_ONCE,
     AUDIO,
@@ -103,12 +103,13 @@ class Jaxthd:
     def stretch(self, number: int) -> tuple[int, float]:
         """As jaxthd train: the next batch is loaded while the step computes."""
         tokens, seconds = 0, 0.0
-        while tokens < sum(self.recordings.slots) / STRETCHES:
-            self.state, metrics = self.step(self.state, self.on_mesh)
-            tokens, seconds = tokens + self.report.real_tokens, seconds + self.report.audio_seconds
-            batch, self.report = next(self.loader)
-            self.on_mesh = put_batch(batch, self.mesh)
-            jax.block_until_ready(metrics)
+        with workers_run():
+            while tokens < sum(self.recordings.slots) / STRETCHES:
+                self.state, metrics = self.step(self.state, self.on_mesh)
+                tokens, seconds = tokens + self.report.real_tokens, seconds + self.report.audio_seconds
+                batch, self.report = next(self.loader)
+                self.on_mesh = put_batch(batch, self.mesh)
+                jax.block_until_ready(metrics)
         return tokens, seconds
 
     def checked(self) -> list[tuple[float, float]]:

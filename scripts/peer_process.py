@@ -6,10 +6,12 @@ The parent starts a script again with its hidden options, under the interpreter 
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -43,6 +45,7 @@ def serve(begin: Callable[[], Mapping[str, Callable[..., Any]]]) -> None:
         result = calls[name](*arguments)
         timed = result, time.perf_counter() - start, time.process_time() - cpu_start
         print(json.dumps(timed), file=answers, flush=True)
+    _tell_children(signal.SIGCONT)  # a stopped one would outlive this process
 
 
 class Process:
@@ -95,16 +98,35 @@ def require_modules(python: str, modules: str) -> None:
         )
 
 
+def children(pid: int) -> list[int]:
+    """Of a process, with theirs."""
+    own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [found for child in map(int, own) for found in (child, *children(child))]
+
+
+@contextmanager
+def workers_run() -> Iterator[None]:
+    """Lets this process's children run, and stops them behind: they do not work while another is measured."""
+
+    _tell_children(signal.SIGCONT)
+    try:
+        yield
+    finally:
+        _tell_children(signal.SIGSTOP)
+
+
+def _tell_children(what: signal.Signals) -> None:
+    for child in children(os.getpid()):
+        os.kill(child, what)
+
+
 def peak_and_workers() -> tuple[int, int]:
     """(most resident bytes that this process ever had, bytes of its child processes that no other shares)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return 1024 * int(fields["VmHWM"].split()[0]), sum(map(_own_bytes, map(int, children)))
+    return 1024 * int(fields["VmHWM"].split()[0]), sum(map(_own_bytes, children(os.getpid())))
 
 
 def _own_bytes(pid: int) -> int:
-    """Proportional resident bytes of a process and its children (a forked worker shares pages)."""
-    folder = Path(f"/proc/{pid}")
-    rollup = dict(line.split(":", 1) for line in (folder / "smaps_rollup").read_text().splitlines()[1:])
-    children = (folder / f"task/{pid}/children").read_text().split()
-    return 1024 * int(rollup["Pss"].split()[0]) + sum(map(_own_bytes, map(int, children)))
+    """Proportional resident bytes of a process (a forked worker shares pages)."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return 1024 * int(dict(line.split(":", 1) for line in lines)["Pss"].split()[0])
