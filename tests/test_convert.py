@@ -20,7 +20,7 @@ from jaxthd.convert import export_weights, import_weights, main
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import load_tokenizer
 from jaxthd.errors import UserError
-from jaxthd.files.run_folder import write_config
+from jaxthd.files.run_folder import read_config, write_config
 from jaxthd.files.tensor_names import ArraySlice
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.family import TokenIds
@@ -142,6 +142,17 @@ def test_an_export_names_every_token_that_ends_an_answer(chat, tmp_path, like):
     again = import_weights([str(tmp_path / "out")], tmp_path / "again")
     tokenizer = load_tokenizer(again.data.tokenizer)
     assert {*PromptTemplate(again.data, tokenizer).stop_ids} == {TURN, END, RESERVED}
+
+
+def test_an_export_does_not_need_the_prompt(chat, tmp_path):
+    """The tokenizer of an imported model need not have words for jaxthd's default prompt."""
+    _, run = chat
+    imported = tmp_path / "imported"
+    shutil.copytree(run, imported)
+    config = read_config(imported)
+    write_config(imported, replace(config, data=replace(config.data, prompt="<|reserved|>")))
+    export_weights(imported, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"][0] == TURN
 
 
 @pytest.mark.parametrize("form", FORMATS)

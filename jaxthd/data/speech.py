@@ -55,6 +55,7 @@ class SpeechDocuments:
         augmentation: Augmentation | None = None,
     ) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
+        self._template.check_prompts(config.data)
         self._answers = answer_form(config.data.answer)
         self._tokenizer, self._audio_id = tokenizer, tokenizer.audio_id
         self._encoder = config.model.encoder

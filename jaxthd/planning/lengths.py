@@ -103,6 +103,7 @@ def measure(examples: Sequence[Example], config: Config) -> tuple[Lengths, int]:
     """
     tokenizer = load_tokenizer(config.data.tokenizer)
     template, kept = PromptTemplate(config.data, tokenizer), Filter(config.data.filter, tokenizer)
+    template.check_prompts(config.data)
     encoder, share_prompts = config.model.encoder, config.posttraining.share_prompts
     objective = make_objective(config.train.objective, config.train.objective_options)
     augment = AugmentConfig() if objective.is_policy else config.data.augment

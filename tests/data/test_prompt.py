@@ -137,4 +137,4 @@ def test_an_answer_of_no_token_is_refused():
 )
 def test_prompts_of_the_configuration_are_refused_at_once(chat: FileTokenizer, data, setting):
     with pytest.raises(UserError, match=rf"^{setting}: .*remove it"):
-        PromptTemplate(data, chat)
+        PromptTemplate(data, chat).check_prompts(data)

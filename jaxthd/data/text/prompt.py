@@ -32,9 +32,9 @@ class PromptTemplate:
     no token <|im_start|>, the mark is written as text. If the turns have no system turn, data.system_prompt
     comes first.
 
-    Raises UserError on construction for an unknown data.template, for a data.prompt or data.system_prompt
-    that cannot be encoded, and for a chat template that cannot be used; when called, ValueError for text that
-    holds a special token or a mark of the template, and for an empty answer.
+    Raises UserError on construction for an unknown data.template, and for a chat template that cannot be
+    used; when called, ValueError for text that holds a special token or a mark of the template, and for an
+    empty answer.
     """
 
     def __init__(self, data: DataConfig, tokenizer: Tokenizer) -> None:
@@ -56,6 +56,13 @@ class PromptTemplate:
         tokenizer and the files beside it name (eos_token; eos_token_id of generation_config.json and
         config.json). Validation, evaluation, generation, rollouts and exports take them from here."""
         self._system = Turn("system", (data.system_prompt,)) if data.system_prompt else None
+
+    def check_prompts(self, data: DataConfig) -> None:
+        """Raises UserError for a data.prompt or data.system_prompt that cannot be encoded.
+
+        Whoever writes them asks first. An export of imported weights does not: their tokenizer need not have
+        words for the default prompt.
+        """
         pieces = [("data.prompt", piece) for piece in data.prompt.split(data.audio_placeholder)]
         for setting, piece in [("data.system_prompt", data.system_prompt), *pieces]:
             try:
