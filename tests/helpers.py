@@ -11,6 +11,7 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, PartitionSpec
 
 from jaxthd.checkpoints.checkpoint import Checkpoints
+from jaxthd.checkpoints.weights import Weights
 from jaxthd.config import Config
 from jaxthd.files.run_folder import write_config
 from jaxthd.models.blocks import MoEMixer
@@ -90,13 +91,17 @@ def filled_state(blueprint: Blueprint, mesh: Mesh) -> TrainState:
     return jax.device_put(filled, state_shardings(blueprint, mesh))
 
 
-def save_run(config: Config, workdir: Path, step: int = 0) -> None:
-    """Makes a run's workdir whose one checkpoint holds random weights (filled_state)."""
+def save_run(config: Config, workdir: Path, step: int = 0, weights: Weights | None = None) -> None:
+    """Makes a run's workdir whose one checkpoint holds these weights, in the checkpoint layout; None: random
+    ones (filled_state)."""
     blueprint, mesh = Blueprint(config), make_mesh(config.mesh)
+    state = checkpoint_layout(filled_state(blueprint, mesh), blueprint, mesh)
+    if weights is not None:
+        state = state._replace(params=weights.params, buffers=weights.buffers)
     workdir.mkdir(parents=True)
     write_config(workdir, config)
     with Checkpoints(workdir / "checkpoints", keep=1) as checkpoints:
-        checkpoints.save(step, checkpoint_layout(filled_state(blueprint, mesh), blueprint, mesh), position={})
+        checkpoints.save(step, state, position={})
 
 
 def context_mesh(context: int) -> Mesh:

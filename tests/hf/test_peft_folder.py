@@ -1,10 +1,17 @@
-"""The LoRA of a run as a folder of peft's: on the base, it is the merged model."""
+"""The LoRA of a run as a folder of peft's: on the base, it is the merged model.
+
+    python -m pytest -m nightly tests/hf/test_peft_folder.py --python-reference PYTHON
+
+PYTHON has torch, transformers and peft: peft itself opens the folder.
+"""
 
 import json
+import subprocess
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
@@ -14,14 +21,15 @@ from jaxthd.config import AdaptConfig, Config, DataConfig
 from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.checkpoint import model_config
-from jaxthd.hf.kimi_linear import KIMI_LINEAR
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.qwen2_audio import QWEN2_AUDIO
 from jaxthd.parallel.mesh import make_mesh
 from jaxthd.steps.blueprint import Blueprint
 from tests.helpers import save_run
 from tests.hf.folders import write_llm
+from tests.hf.published import write_published
 
+ROOT = Path(__file__).parents[2]
 ADAPT = AdaptConfig(
     lora_rank=3,
     lora_alpha=5.0,
@@ -78,14 +86,10 @@ def test_names_are_those_of_transformers_in_memory() -> None:
     names = [
         (QWEN2_AUDIO, "language_model.model.layers.0.self_attn.q_proj"),
         (NEMOTRON_H, "backbone.layers.0.mixer.q_proj"),
-        (KIMI_LINEAR, "model.layers.0.self_attn.f_a_proj.weight"),
-        (KIMI_LINEAR, "model.layers.1.block_sparse_moe.shared_experts.up_proj.weight"),
     ]
     assert [table.family().in_memory(name) for table, name in names] == [
         "model.language_model.layers.0.self_attn.q_proj",
         "model.layers.0.mixer.q_proj",
-        "model.layers.0.self_attn.forget_gate.f_a_proj.weight",
-        "model.layers.1.mlp.shared_experts.up_proj.weight",
     ]
 
 
@@ -95,3 +99,41 @@ def test_what_peft_cannot_hold_is_refused(run: tuple[Path, Config], tmp_path: Pa
     with pytest.raises(UserError, match="the run has no LoRA; expected plain LoRA"):
         export_weights(tmp_path / "plain", tmp_path / "out", form="peft")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ["qwen3", "nemotron_h", "qwen2_audio"])
+def test_peft_opens_the_folder_on_its_base(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, record_property: Any
+) -> None:
+    """As the export that is merged computes it: an LLM, one whose names in memory are not those on disk, and
+    the LLM of a speech model, whose encoder has projections of the same names."""
+    python = str(request.config.getoption("--python-reference"))
+    if subprocess.run([python, "-c", "import peft"], capture_output=True).returncode:
+        pytest.skip("--python-reference names no interpreter with peft")
+    base = write_published(name, tmp_path / "base")
+    is_speech = name == "qwen2_audio"
+    model = model_config(base) if is_speech else replace(model_config(base), encoder=None)
+    adapt = replace(ADAPT, lora_targets=("decoder.layers.attention.*",))
+    data = DataConfig() if is_speech else DataConfig(audio_capacity=0)
+    config = Config(data=data, model=model, adapt=adapt)
+    rng = np.random.default_rng(0)
+
+    def trained(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+        """The low-rank matrices that begin as 0 are something else."""
+        is_b = jax.tree_util.keystr(path).replace("'", "").endswith("[lora][b]")
+        return jax.numpy.asarray(rng.normal(0, 0.3, x.shape), x.dtype) if is_b else x
+
+    weights = load_weights([base], Blueprint(config), make_mesh(config.mesh))
+    save_run(config, tmp_path / "run", weights=jax.tree_util.tree_map_with_path(trained, weights))
+    (lora,) = export_weights(tmp_path / "run", tmp_path / "lora", form="peft", like=base)
+    (merged,) = export_weights(tmp_path / "run", tmp_path / "merged", like=base)
+    command = [python, "-m", "tests.references.peft_folder", *map(str, (base, lora, merged))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert not done.returncode, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    record_property(f"{name}: peft's logits", f"{found['error']:.1e}, {found['adapted']} projections")
+    tensors = load_file(lora / "adapter_model.safetensors")
+    assert found["adapted"] == len(tensors) // 2
+    assert found["error"] < 1e-5 < 1e-2 < found["moved"]
+    assert not found["warned"]

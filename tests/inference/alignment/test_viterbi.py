@@ -1,6 +1,8 @@
-"""The alignment is the likeliest of all paths that spell the labels."""
+"""The alignment is the likeliest of all paths that spell the labels, and torchaudio's
+(tests/references/forced_align.py)."""
 
 import itertools
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from jaxthd.inference.alignment.viterbi import align, frames_needed
 
 BLANK = -1
+FOUND = np.load(Path(__file__).parents[2] / "references" / "forced_align.npz")
 
 
 @pytest.mark.parametrize(
@@ -35,6 +38,19 @@ def test_it_is_the_likeliest_of_all_paths(labels: list[int], frames: int) -> Non
             assert found.log_probs[k] == pytest.approx(mean)
         assert path.tolist() == list(best)
         assert found.log_prob == pytest.approx(sum(each[k][f] for f, k in enumerate(best)))
+
+
+def test_frames_are_those_of_torchaudio() -> None:
+    """Of as many frames as labels need and of more, repetitions and likely blanks among them."""
+    cases = [name.partition(".")[2] for name in FOUND.files if name.startswith("path.")]
+    assert len(cases) == 24
+    for case in cases:
+        labels, log_probs, path = (FOUND[f"{x}.{case}"] for x in ("labels", "log_probs", "path"))
+        found = align(log_probs[:, 0], log_probs[:, labels], labels)
+        ours = np.zeros(len(path), int)
+        for label, first, last in zip(labels, found.first, found.last, strict=True):
+            ours[first : last + 1] = label
+        assert ours.tolist() == path.tolist(), case
 
 
 def test_labels_need_frames_and_a_blank_between_two_alike() -> None:
