@@ -42,10 +42,17 @@ PLAIN = "--data.workers 0 --data.validation-manifest"
 class Commands:
     """The commands on one family's folder, in processes of their own, as a user runs them."""
 
-    def __init__(self, family: str, work: Path, items: Iterable[Item] = ITEMS) -> None:
+    def __init__(
+        self,
+        family: str,
+        work: Path,
+        items: Iterable[Item] = ITEMS,
+        write: Callable[[str, Path], Path] = write_folder,
+    ) -> None:
+        """write: (name, folder) writes the family's folder."""
         self.family, self.work, self.folder = family, work, work / "published-1.5B"
         self.items = list(items)
-        write_folder(family.removesuffix("_authors"), self.folder)
+        write(family.removesuffix("_authors"), self.folder)
         if family.endswith("_authors"):
             as_authors(self.folder)
 

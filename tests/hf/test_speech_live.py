@@ -1,4 +1,5 @@
-"""What the commands compute with a folder of a speech LLM, transformers computes with it.
+"""What the commands compute with a folder of a speech LLM, transformers computes with it; also with sizes
+that are drawn at random.
 
 Nightly: needs --python-reference, an interpreter with torch and transformers.
 """
@@ -6,19 +7,24 @@ Nightly: needs --python-reference, an interpreter with torch and transformers.
 import json
 import os
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from jaxthd.checkpoints.sources import published_config
 from jaxthd.files.jsonl import read_lines
-from tests.hf.speech_folders import NAMES
+from tests.helpers import save_run
+from tests.hf.published import assert_identical, tensors
+from tests.hf.speech_folders import NAMES, NEVER_TIED, complete_folder
 from tests.test_speech_commands import Commands
 
 ROOT = Path(__file__).parents[2]
 SECONDS = (0.3, 0.77, 2.6, 5.03, 31.2, 100.0)
 MESHES = ((1, 1, 1, 1), (1, 2, 2, 2), (2, 2, 1, 2))
+SEEDS = range(8)
 NEW = 12
 pytestmark = pytest.mark.nightly
 
@@ -37,17 +43,22 @@ class Library:
         ]
         file = self.on.work / "jobs.json"
         file.write_text(json.dumps(jobs))
-        module = ("-m", "tests.references.speech_scores")
-        ran = subprocess.run(
-            [self.python, *module, self.on.family, str(folder), str(file)],
-            capture_output=True,
-            text=True,
-            cwd=ROOT,
-            env={name: x for name, x in os.environ.items() if name != "PYTHONPATH"},
-        )
-        assert ran.returncode == 0, ran.stderr[-3000:]
-        found: list[dict[str, Any]] = json.loads(ran.stdout.splitlines()[-1])
+        output = run_module(self.python, "speech_scores", self.on.family, folder, file)
+        found: list[dict[str, Any]] = json.loads(output.splitlines()[-1])
         return found
+
+
+def run_module(python: str, module: str, *arguments: Any) -> str:
+    """What a module of tests/references prints."""
+    ran = subprocess.run(
+        [python, "-m", f"tests.references.{module}", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={name: x for name, x in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert ran.returncode == 0, f"status {ran.returncode}: {ran.stderr[-3000:]}"
+    return ran.stdout
 
 
 def scored(on: Commands, source: Path, mesh: tuple[int, ...], *more: str) -> list[dict[str, Any]]:
@@ -60,23 +71,29 @@ def scored(on: Commands, source: Path, mesh: tuple[int, ...], *more: str) -> lis
     return read_lines(out)
 
 
+def assert_scored(library: Library, folder: Path, found: dict[tuple[int, ...], list[dict[str, Any]]]) -> None:
+    """Asserts that the library has the same of every token, on each mesh."""
+    want = library(folder, found[MESHES[0]])
+    for mesh, lines in found.items():
+        assert len(lines) == len(SECONDS), mesh
+        for line, x in zip(lines, want, strict=True):
+            expected = np.array(x["log_probs"])[np.array(line["positions"]) - 1]
+            np.testing.assert_allclose(line["log_probs"], expected, rtol=0, atol=2e-5)
+
+
+ITEMS = [(seconds, f"word number {k}", None) for k, seconds in enumerate(SECONDS)]
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_commands_agree_with_the_library(name: str, request: pytest.FixtureRequest, tmp_path: Path):
     """Every token of recordings from 0.3 to 100 s on three meshes; and of a trained export its greedy answers
     and its tokens."""
     if name == "voxtral":
         pytest.importorskip("mistral_common")
-    items = [(seconds, f"word number {k}", None) for k, seconds in enumerate(SECONDS)]
-    on = Commands(name, tmp_path, items)
+    on = Commands(name, tmp_path, ITEMS)
     library = Library(request.config.getoption("--python-reference"), on)
     found = {mesh: scored(on, on.folder, mesh, "--every-token") for mesh in MESHES}
-    for mesh, lines in found.items():
-        assert len(lines) == len(SECONDS), mesh
-        if mesh == MESHES[0]:
-            want = library(on.folder, lines)
-        for line, x in zip(lines, want, strict=True):
-            expected = np.array(x["log_probs"])[np.array(line["positions"]) - 1]
-            np.testing.assert_allclose(line["log_probs"], expected, rtol=0, atol=2e-5)
+    assert_scored(library, on.folder, found)
 
     run = on.train("run", "--train.steps", 6, "--train.learning-rate", 3e-3, "--train.validate-every", 0)
     exported = on.work / "exported"
@@ -84,10 +101,49 @@ def test_the_commands_agree_with_the_library(name: str, request: pytest.FixtureR
     prompts = [
         line | {"tokens": line["tokens"][: line["positions"][0]]} for line in scored(on, run, MESHES[0])
     ]
-    audio = [on.work / f"{number}.wav" for number in range(len(items))]
+    audio = [on.work / f"{number}.wav" for number in range(len(ITEMS))]
     out = on.work / "answers.jsonl"
     on.call("generate", run, "--audio", *audio, "--out", out, "--max-new-tokens", NEW)
     answers = read_lines(out)
     for answer, prompt, x in zip(answers, prompts, library(exported, prompts, NEW), strict=True):
         assert answer["tokens"] == x["answer"][: len(answer["tokens"])], prompt["key"]
         assert answer["tokens"] or answer["end"] != "length"
+
+
+@pytest.mark.parametrize("name", NEVER_TIED)
+def test_the_library_opens_a_run_with_a_tied_embedding(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+):
+    if name == "voxtral":
+        pytest.importorskip("mistral_common")
+    on = Commands(name, tmp_path, ITEMS)
+    config = published_config([on.folder])
+    llm = replace(config.model.llm, tied_embedding=True)
+    run, exported = on.work / "run", on.work / "exported"
+    save_run(replace(config, model=replace(config.model, llm=llm)), run)
+    on.call("convert", "export", run, "--out", exported, "--like", on.folder)
+    library = Library(request.config.getoption("--python-reference"), on)
+    assert_scored(library, exported, {MESHES[0]: scored(on, run, MESHES[0], "--every-token")})
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_odd_sizes_agree_with_the_library(
+    name: str, seed: int, request: pytest.FixtureRequest, tmp_path: Path
+):
+    """Every token, on one device and on two context ranks; the export is the original."""
+    if name == "voxtral":
+        pytest.importorskip("mistral_common")
+    python = request.config.getoption("--python-reference")
+
+    def write(family: str, folder: Path) -> Path:
+        run_module(python, "odd_speech", family, folder, "--seed", seed)
+        return complete_folder(family, folder)
+
+    on = Commands(name, tmp_path, ITEMS, write)
+    meshes = (MESHES[0], (1, 2, 1, 1))
+    found = {mesh: scored(on, on.folder, mesh, "--every-token") for mesh in meshes}
+    assert_scored(Library(python, on), on.folder, found)
+    on.call("convert", "import", on.folder, "--out", on.work / "imported")
+    on.call("convert", "export", on.work / "imported", "--out", on.work / "again", "--like", on.folder)
+    assert_identical(tensors(on.work / "again"), tensors(on.folder))

@@ -40,7 +40,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from tests.references.common import Arrays, arguments, summed_loss, write
 from tests.references.waves import RATE, wave
@@ -109,8 +109,13 @@ def qwen3_asr(seconds: int) -> dict[str, Any]:
     }
 
 
+def mels_of(model: Any) -> int:
+    """Mel bands of its features."""
+    return int(model.config.audio_config.num_mel_bins)
+
+
 def qwen3_asr_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
-    extractor = transformers.Qwen3ASRFeatureExtractor(feature_size=MELS)
+    extractor = transformers.Qwen3ASRFeatureExtractor(feature_size=mels_of(model))
     options = {"padding": True, "truncation": False, "return_attention_mask": True}
     found = extractor(samples, sampling_rate=RATE, **options)
     return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
@@ -130,15 +135,15 @@ def qwen2_audio(seconds: int) -> dict[str, Any]:
     }
 
 
-def whisper_features(samples: np.ndarray, seconds: int, **options: Any) -> Any:
-    extractor = transformers.WhisperFeatureExtractor(feature_size=MELS, chunk_length=seconds)
+def whisper_features(model: Any, samples: Any, seconds: int, **options: Any) -> Any:
+    extractor = transformers.WhisperFeatureExtractor(feature_size=mels_of(model), chunk_length=seconds)
     given = {"sampling_rate": RATE, "return_tensors": "pt", "return_attention_mask": True}
     return extractor(samples, **{**given, **options})
 
 
 def qwen2_audio_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
     """As the model's forward pass makes them, which has no function for it."""
-    found = whisper_features(samples, seconds, padding="max_length")
+    found = whisper_features(model, samples, seconds, padding="max_length")
     tower = model.model.audio_tower
     outputs, tokens = tower._get_feat_extract_output_lengths(found["attention_mask"].sum(-1))
     most = (found["input_features"].shape[-1] - 2) // 2 + 1
@@ -160,8 +165,8 @@ def audioflamingo3(seconds: int) -> dict[str, Any]:
 
 
 def audioflamingo3_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
-    """As AudioFlamingo3Processor divides a recording."""
-    found = whisper_features(windows_of(samples, seconds), seconds)
+    """As AudioFlamingo3Processor divides a recording, of which it takes 600 s."""
+    found = whisper_features(model, windows_of(samples, seconds)[: 600 // seconds], seconds)
     return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
 
 
@@ -181,10 +186,11 @@ def voxtral(seconds: int) -> dict[str, Any]:
 
 def voxtral_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
     """As VoxtralProcessor divides a recording."""
-    extractor = transformers.WhisperFeatureExtractor(feature_size=MELS, chunk_length=seconds)
+    mels = mels_of(model)
+    extractor = transformers.WhisperFeatureExtractor(feature_size=mels, chunk_length=seconds)
     padded = {"padding": True, "truncation": False, "pad_to_multiple_of": RATE * seconds}
     found = extractor(samples, sampling_rate=RATE, return_tensors="pt", **padded)["input_features"]
-    windows = found.reshape(MELS, -1, 100 * seconds).transpose(0, 1)
+    windows = found.reshape(mels, -1, 100 * seconds).transpose(0, 1)
     return model.get_audio_features(windows).pooler_output
 
 
@@ -198,8 +204,8 @@ def glmasr(seconds: int) -> dict[str, Any]:
 
 
 def glmasr_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
-    """As GlmAsrProcessor divides a recording."""
-    found = whisper_features(windows_of(samples, seconds), seconds)
+    """As GlmAsrProcessor divides a recording, of which it takes 655 s."""
+    found = whisper_features(model, windows_of(samples, seconds)[: 655 // seconds], seconds)
     return model.get_audio_features(found["input_features"], found["attention_mask"]).pooler_output
 
 
@@ -213,7 +219,8 @@ def moss(seconds: int) -> dict[str, Any]:
 
 
 def moss_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
-    extractor = transformers.MossTranscribeDiarizeFeatureExtractor(feature_size=MELS, chunk_length=seconds)
+    kind = transformers.MossTranscribeDiarizeFeatureExtractor
+    extractor = kind(feature_size=mels_of(model), chunk_length=seconds)
     found = extractor(samples, sampling_rate=RATE, return_tensors="pt")
     masks = found["input_features_mask"], found["padding_mask"]
     return model.model.get_audio_features(found["input_features"], *masks).pooler_output
@@ -274,7 +281,13 @@ def granite_speech_plus(seconds: int) -> dict[str, Any]:
 
 
 def granite_speech_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
-    found = transformers.GraniteSpeechFeatureExtractor(n_mels=MELS)(samples)
+    config = model.config
+    extractor = transformers.GraniteSpeechFeatureExtractor(
+        n_mels=config.encoder_config.input_dim // 2,
+        projector_window_size=config.window_size,
+        projector_downsample_rate=config.downsample_rate,
+    )
+    found = extractor(samples)
     encoded = model.get_audio_features(found["input_features"]).pooler_output[0]
     assert len(encoded) == found["audio_embed_sizes"][0]
     return encoded
@@ -302,7 +315,7 @@ def qwen2_5_omni(seconds: int) -> dict[str, Any]:
 
 
 def qwen2_5_omni_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
-    found = whisper_features(samples, 300, padding="max_length")
+    found = whisper_features(model, samples, 300, padding="max_length")
     encoded = model.get_audio_features(found["input_features"], found["attention_mask"])
     return encoded.pooler_output
 
@@ -324,7 +337,7 @@ def qwen3_omni(seconds: int) -> dict[str, Any]:
 
 
 def qwen3_omni_encoded(model: Any, samples: np.ndarray, seconds: int) -> torch.Tensor:
-    found = whisper_features(samples, 300, padding=True, truncation=False)
+    found = whisper_features(model, samples, 300, padding=True, truncation=False)
     encoded = model.get_audio_features(found["input_features"], found["attention_mask"])
     return encoded.pooler_output
 
@@ -372,6 +385,28 @@ def on_disk(model: torch.nn.Module, folder: Path) -> Arrays:
     return load_file(folder / "model.safetensors")
 
 
+def save(name: str, fields: dict[str, Any], seed: int, folder: Path) -> tuple[Any, Arrays]:
+    """Saves a model of these fields with random weights; returns it, and its tensors by name."""
+    variant = VARIANTS[name]
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{variant.kind}Config")(**fields)
+    config._attn_implementation = "eager"
+    kind = getattr(transformers, f"{variant.kind}ForConditionalGeneration")
+    eager = {"attn_implementation": "eager"}
+    if variant.has_experts:
+        eager["experts_implementation"] = "eager"
+    model = kind._from_config(config, **eager).eval()
+    randomize(model)
+    weights = on_disk(model, folder)
+    if variant.thinker_of:
+        written = json.loads((folder / "config.json").read_text())
+        top = {"architectures": [kind.__name__.replace("Thinker", "")], "model_type": variant.thinker_of}
+        (folder / "config.json").write_text(json.dumps({**top, "thinker_config": written}, indent=2))
+        weights = {f"thinker.{name}": x for name, x in weights.items()}
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return model, weights
+
+
 def gradients(model: torch.nn.Module, folder: Path) -> Arrays:
     """The gradients by the tensors' names on disk; without those of tables that are not trained."""
     holder = copy.deepcopy(model)
@@ -389,23 +424,10 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
     short = name.removesuffix("_long")
     variant, is_long = VARIANTS[short], name != short
     seconds = variant.seconds if is_long else 2
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{variant.kind}Config")(**variant.fields(seconds))
-    config._attn_implementation = "eager"
-    kind = getattr(transformers, f"{variant.kind}ForConditionalGeneration")
-    eager = {"attn_implementation": "eager"}
-    if variant.has_experts:
-        eager["experts_implementation"] = "eager"
-    model = kind._from_config(config, **eager).eval()
-    randomize(model)
-    weights = on_disk(model, folder)
-    out = {"config": np.asarray((folder / "config.json").read_text())}
+    model, weights = save(short, variant.fields(seconds), seed, folder)
+    out: Arrays = {"config": np.asarray((folder / "config.json").read_text())}
     prefix = "thinker." if variant.thinker_of else ""
-    if variant.thinker_of:
-        top = {"architectures": [kind.__name__.replace("Thinker", "")], "model_type": variant.thinker_of}
-        fields = {**top, "thinker_config": json.loads(str(out["config"]))}
-        out["config"] = np.asarray(json.dumps(fields, indent=2))
-    out |= {f"weight.{prefix}{k}": v for k, v in weights.items()}
+    out |= {f"weight.{k}": v for k, v in weights.items()}
     loss, number = torch.zeros(()), 0
     for c, (prompt, recordings, text) in enumerate(LONG if is_long else DOCUMENTS):
         seeds = np.arange(number, number + len(recordings))
