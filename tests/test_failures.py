@@ -70,6 +70,7 @@ FAILING = {
     "estimate my.py --data.capacity 0 --no-compile": "data.capacity is 0",
     "describe missing.py": "no config at missing.py",
     "doctor --kernels missing.py": "no config at missing.py",
+    "index missing.tar": "missing.tar is no tar file",
     "draw missing": "missing/metrics.jsonl does not exist",
 }
 """Command line -> what its error says: faulty configs, data, checkpoints and outputs."""

@@ -6,6 +6,7 @@ PYTHON has moto and flask: pip install moto flask flask-cors py-partiql-parser.
 """
 
 import json
+import random
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,11 @@ from jaxthd.data.example import Example
 from jaxthd.data.sources.noises import read_augmentation
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
+from jaxthd.data.sources.tarred import index_tar
 from jaxthd.errors import StorageError, UserError
 from jaxthd.files import remote_path, stores
 from jaxthd.files.remote_path import as_path
+from jaxthd.index import main as index
 from tests.data.sets import sound, write_parquet, write_tar
 from tests.stores.servers import SECRET, Server
 
@@ -100,6 +103,21 @@ def test_each_kind_of_set_is_what_it_is_on_a_disk(tmp_path, s3):
                 load_audio(c.path, c.offset, c.duration, member=c.member) for c in (a.clips[0], b.clips[0])
             )
             np.testing.assert_array_equal(ours, theirs, err_msg=kind)
+
+
+def test_index_files_in_the_store_spare_other_machines_the_headers(tmp_path, s3, monkeypatch, capsys):
+    content = {f"{n}.wav": random.Random(n).randbytes(200_000) for n in range(90)}
+    size = write_tar(tmp_path / "large.tar", content).stat().st_size
+    s3.put("indexed/large.tar", (tmp_path / "large.tar").read_bytes())
+    index([f"{s3.url}/indexed/large.tar"])
+    assert "1 index files written" in capsys.readouterr().out
+    assert "large.tar.index" in stores.listed(f"{s3.url}/indexed").files
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another"))
+    remote_path._cache.cache_clear()
+    remote_path._pinned.clear()
+    before = s3.seen()["bytes"]
+    assert index_tar(as_path(f"{s3.url}/indexed/large.tar")).members.keys() == content.keys()
+    assert s3.seen()["bytes"] - before < size / 15
 
 
 def test_noises(tmp_path, s3):

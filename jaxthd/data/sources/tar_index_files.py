@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.data.example import Member
+from jaxthd.files import stores
 from jaxthd.files.atomic import write_atomically
 from jaxthd.files.stores import is_url
 from jaxthd.files.user_cache import user_cache
@@ -26,14 +27,15 @@ _FORM = 1
 Members = dict[str, Member | str]
 
 
-def read_index(path: Path) -> tuple[Members, str] | None:
+def read_index(path: Path, *, beside: bool = False) -> tuple[Members, str] | None:
     """(a tar file's members, what is wrong with its end), from its index file; None without a current one.
 
-    Members are as in TarIndex. Raises OSError and StorageError for the tar file itself.
+    Members are as in TarIndex. beside: only from one that lies beside the tar file. Raises OSError and
+    StorageError for the tar file itself.
     """
     changed = path.stat().st_mtime_ns
     head = ""
-    for place in _places(path):
+    for place in _places(path)[: 1 if beside else None]:
         with suppress(OSError, ValueError, LookupError, TypeError):
             if place.stat().st_mtime_ns < changed:
                 continue
@@ -50,15 +52,30 @@ def read_index(path: Path) -> tuple[Members, str] | None:
 
 def keep_index(path: Path, members: Mapping[str, Member | str], end: str) -> None:
     """Writes the index file of a tar file, beside it if possible. Nothing is written to a store."""
-    entries = ((name, x if isinstance(x, str) else (x.start, x.size)) for name, x in members.items())
-    body = "".join(json.dumps(entry) + "\n" for entry in entries)
-    first = json.dumps({"of": _head(path), "end": end, "digest": _digest(body)})
+    text = _text(path, members, end)
     for place in _places(path):
         with suppress(OSError):
             if not is_url(place):
                 place.parent.mkdir(parents=True, exist_ok=True)
-                write_atomically(place, f"{first}\n{body}")
+                write_atomically(place, text)
                 return
+
+
+def write_index(path: Path, members: Mapping[str, Member | str], end: str) -> None:
+    """Writes the index file of a tar file beside it, on a disk or in a store. Raises OSError, and for stores
+    as stores.write."""
+    place, text = _places(path)[0], _text(path, members, end)
+    if is_url(place):
+        stores.write(str(place), text.encode())
+    else:
+        write_atomically(place, text)
+
+
+def _text(path: Path, members: Mapping[str, Member | str], end: str) -> str:
+    entries = ((name, x if isinstance(x, str) else (x.start, x.size)) for name, x in members.items())
+    body = "".join(json.dumps(entry) + "\n" for entry in entries)
+    first = json.dumps({"of": _head(path), "end": end, "digest": _digest(body)})
+    return f"{first}\n{body}"
 
 
 def _places(path: Path) -> tuple[Path, Path]:
