@@ -234,4 +234,8 @@ def open_range(path: Path, start: int, size: int) -> tuple[io.BufferedIOBase, in
         if start + size > path.info.size:
             raise OSError(f"{path} has {path.info.size} bytes, fewer than its index says")
         return io.BytesIO(path.range(start, start + size)), 0
-    return path.open("rb"), start
+    file = path.open("rb")
+    if size <= WHOLE:
+        # Else the system guesses what is read next. In random order it read 4.7 times what was needed.
+        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+    return file, start
