@@ -103,7 +103,7 @@ def export_weights(
         return [export_lora(source, config, out, dtype=dtype, like=like)]
     original = open_checkpoint(like) if like else None
     families = export_families(config.model, form, original.family if original else None)
-    folders = {out / name: _as_original(family, original) for name, family in families.items()}
+    folders = {out / name: family for name, family in families.items()}
     mesh = make_mesh(config.mesh)
     weights = load_weights([source], Blueprint(config), mesh, partly=False)
     lora = _lora_fields(config, named_weights(weights), list(folders.values()))
@@ -160,12 +160,6 @@ def export_lora(
         base = str(like or "")
         export_adapter(config.model, config.adapt, shapes, take, family, out, dtype=dtype, base=base)
     return out
-
-
-def _as_original(family: Family, original: Checkpoint | None) -> Family:
-    """The family, as the original of an export has it: with the same names of tensors."""
-    is_same = original is not None and original.family.title == family.title
-    return original.family if original is not None and is_same else family
 
 
 def _chat_template(data: DataConfig, folder: Path) -> str | None:

@@ -86,8 +86,8 @@ def export_families(
 ) -> dict[str, Family]:
     """The families in which an export of the model is written, by folder; "" is the export's own folder.
 
-    format: one of FORMATS. None: a family that holds the whole model, else "parts". like: the family that is
-    then taken before others.
+    format: one of FORMATS. None: a family that holds the whole model, else "parts". like: the family of the
+    export's original, which is taken before others.
     Raises UserError where the format cannot hold the model.
     """
     parts = parts_of(model)
@@ -97,6 +97,8 @@ def export_families(
         fitting = [family for family in whole if family.by_default and _refusal(family, model) is None]
         if fitting:
             return {"": fitting[0]}
+        if like in whole and (why := _refusal(like, model)):
+            raise why
     if format is None or format == "parts":
         return {
             part: _first_fitting(
@@ -110,8 +112,13 @@ def export_families(
 
 
 def _first_alike(families: Sequence[Family], like: Family | None) -> list[Family]:
-    """The families, that of an original first. like: as its files complete it (Family.opened)."""
-    return sorted(families, key=lambda x: like is None or (x.format, x.title) != (like.format, like.title))
+    """The families, that of an original first, as its files complete it (Family.opened)."""
+
+    def is_of_original(family: Family) -> bool:
+        return like is not None and (family.format, family.title) == (like.format, like.title)
+
+    first = [like for family in families if like and is_of_original(family)]
+    return [*first, *(family for family in families if not is_of_original(family))]
 
 
 def _first_fitting(families: Sequence[Family], model: ModelConfig) -> Family:

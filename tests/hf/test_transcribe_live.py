@@ -129,7 +129,7 @@ def config_of(folder: Path) -> Config:
         tokenizer=str(folder),
         template="chat_template",
         capacity=2048,
-        audio_capacity=20_000,
+        audio_capacity=28_000,
         max_documents=16,
         rows=2,
         workers=0,
