@@ -138,7 +138,7 @@ def export_weights(
             if family.token_fields and is_trained and is_missing:
                 write_tokenizer(config.data.tokenizer, folder)
             if family.finish:
-                family.finish(folder, _chat_template(config.data, folder))
+                family.finish(folder, _chat_template(config.data, folder), config.model)
     return list(folders)
 
 

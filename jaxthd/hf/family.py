@@ -59,7 +59,8 @@ class Family:
     mtp_tensors: (fields) -> what the names of tensors of multi-token prediction have in front. They may be
         left unread.
     tokenizers: (folder, fields) -> further folders that may have the checkpoint's tokenizer.
-    finish: (folder, chat template in Jinja or None) completes the files of an export. None: it is complete.
+    finish: (folder, chat template in Jinja or None, model) completes the files of an export. None: it is
+        complete.
     lacks: our arrays that it does not hold, though covers names them, by what their names begin with.
     by_default: whether an export of a model that the family holds whole has its format without being asked.
     recognises: (fields) -> whether a config.json with one of model_types is of this form: others may share
@@ -88,7 +89,7 @@ class Family:
     adapter: str = ""
     mtp_tensors: Callable[[Fields], tuple[str, ...]] = lambda fields: ("mtp.",)
     tokenizers: Callable[[Path, Fields], Iterable[Path]] = lambda path, fields: ()
-    finish: Callable[[Path, str | None], None] | None = None
+    finish: Callable[[Path, str | None, ModelConfig], None] | None = None
     lacks: tuple[str, ...] = ()
     by_default: bool = True
     recognises: Callable[[Fields], bool] = lambda fields: True

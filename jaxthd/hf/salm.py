@@ -175,6 +175,6 @@ FAMILY = Family(
     mtp_tensors=lambda fields: ("llm.mtp.",),
     token_fields=_token_fields,
     tokenizers=_tokenizers,
-    finish=complete_folder,
+    finish=lambda folder, template, _: complete_folder(folder, template),
     by_default=False,
 )

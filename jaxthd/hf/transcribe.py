@@ -110,7 +110,6 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
         configure=partial(_configure, bfloat16_filters=in_bfloat16),
         fields=partial(_fields, bfloat16_filters=in_bfloat16),
         tensors=partial(_tensors, naming=naming),
-        finish=partial(_finish, bfloat16_filters=in_bfloat16),
         data=lambda fields: {**_DATA, "prompt": _prompt(reader.path)},
     )
     return changed, fields, reader
@@ -231,7 +230,8 @@ def _word_times(fields: Fields | None, dim: int) -> WordTimes:
     return WordTimes(**_blocks(fields, "word_timestamp_config", dim))
 
 
-def _fields(model: ModelConfig, *, bfloat16_filters: bool = True) -> dict[str, Any]:
+def _fields(model: ModelConfig, *, bfloat16_filters: bool | None = None) -> dict[str, Any]:
+    """bfloat16_filters: as the extractor's settings of an original say; None without one."""
     encoder = model.audio_encoder
     if not isinstance(encoder, Transcribe) or model.adapter_dim or not model.adapter_bias:
         raise UserError(
@@ -243,7 +243,7 @@ def _fields(model: ModelConfig, *, bfloat16_filters: bool = True) -> dict[str, A
         ("qk_norm", encoder.qk_norm, True),
         ("bfloat16_filters", encoder.bfloat16_filters, bfloat16_filters),
     ):
-        if has != held:
+        if held is not None and has != held:
             raise UserError(
                 f"model.encoder.{name} is {has}; this folder in the transcribe format holds a front end with "
                 f"{held}: choose another --format, or the original of the model for --like"
@@ -313,15 +313,14 @@ def _token_fields(tokens: TokenIds) -> dict[str, Any]:
     return {"text_config": token_fields(tokens), "audio_token_id": tokens.audio_id}
 
 
-def _finish(folder: Path, template: str | None, *, bfloat16_filters: bool = True) -> None:
+def _finish(folder: Path, template: str | None, model: ModelConfig) -> None:
     """Writes the extractor's settings where no original's were copied, and the run's template."""
-    if not _extractor(folder):
-        fields = json.loads((folder / "config.json").read_text())
-        bands = fields["audio_config"]["asr_config"]["num_mel_bins"]
+    encoder = model.audio_encoder
+    if isinstance(encoder, Transcribe) and not _extractor(folder):
         extractor = {
             "feature_extractor_type": "NemotronAsrStreamingFeatureExtractor",
-            "feature_size": bands,
-            "mel_filters_dtype": "bfloat16" if bfloat16_filters else "float32",
+            "feature_size": encoder.mel_bands,
+            "mel_filters_dtype": "bfloat16" if encoder.bfloat16_filters else "float32",
         }
         (folder / _EXTRACTOR).write_text(json.dumps(extractor, indent=2) + "\n")
     if template is not None:

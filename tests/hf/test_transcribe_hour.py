@@ -21,6 +21,7 @@ from jaxthd.models.front_ends.transcribe.speakers import later_chunks
 from jaxthd.packing.document import Document, audio_pieces
 from tests.hf.published import COMPUTE
 from tests.hf.transcribed import write_transcribe
+from tests.spoken_words import write_tokenizer
 from tests.waves import talk
 
 RATE, SECONDS = 16_000, 3600
@@ -51,6 +52,7 @@ def test_an_hour_with_speakers_is_scored_as_a_whole(tmp_path, record_property):
     which the last answer hears by the speakers and the LLM's states."""
     folder = write_transcribe(tmp_path / "model")
     config, encoder = front_end_of(folder)
+    write_tokenizer(tmp_path, config.model.llm.vocab_size)
     whole = np.concatenate([talk(n, 100 * RATE) for n in range(SECONDS // 100)]).astype(np.float32) / 32768
     changed = np.concatenate([whole[: 60 * RATE][::-1], whole[60 * RATE :]])
     documents = [spoken(encoder, "whole", whole), spoken(encoder, "changed", changed)]
@@ -60,6 +62,7 @@ def test_an_hour_with_speakers_is_scored_as_a_whole(tmp_path, record_property):
     found = {}
     for ranks in (1, 2):
         data = DataConfig(
+            tokenizer=str(tmp_path),
             rows=1,
             capacity=128 * -(-(count + 64) // 128),
             audio_capacity=128 * -(-(frames + 8 * 600) // 128),
