@@ -6,7 +6,7 @@
 The first command compiles the step, which takes minutes, and says what it needs: 17.1 GiB of a device's
 memory; 129 GiB received over NVLink, most of it for the experts, and 42 GiB over the network; a bubble of
 11.1%; a checkpoint of 360 GiB.
-What fails first is loading, since each of the 512 processes of a data rank makes the features of the same
+What fails first is loading, since each of the 64 machines of a data rank makes the features of all its
 rows; then the network, then NVLink. The second command reads train.jsonl and validation.jsonl (NeMo
 manifests) and the model's tokenizer.json from this file's folder. It has not yet run on a GPU.
 

@@ -164,14 +164,22 @@ def memory(program: Any) -> int:
     return held - sizes.alias_size_in_bytes
 
 
-def resident_bytes() -> int:
-    """Resident memory of this process and its children, from /proc."""
-    pages = 0
+class Used(NamedTuple):
+    """What this process and its children use: bytes of resident memory, and seconds of cores so far."""
+
+    resident: int
+    seconds: float
+
+
+def used() -> Used:
+    """Returns what this process and its children use, from /proc."""
+    pages = ticks = 0
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
-            if os.getpid() in (parent, int(folder.name)):
+            stat = (folder / "stat").read_text().rpartition(")")[2].split()
+            if os.getpid() in (int(stat[1]), int(folder.name)):
                 pages += int((folder / "statm").read_text().split()[1])
+                ticks += int(stat[11]) + int(stat[12])
         except OSError:
             continue  # it has just ended
-    return pages * os.sysconf("SC_PAGE_SIZE")
+    return Used(pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))

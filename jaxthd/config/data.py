@@ -194,7 +194,7 @@ class DataConfig:
     """Seed of the shuffle, of dither, of augmentation and of SpecAugment."""
     workers: Index = 2
     """Processes that decode audio and compute features; two batches are then made before the step needs them.
-    0: the step waits for each batch."""
+    0: the step waits for each batch. Processes of a machine that read the same rows have theirs together."""
 
     @property
     def template_variables(self) -> dict[str, Any]:

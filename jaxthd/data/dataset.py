@@ -20,6 +20,7 @@ from jaxthd.data.loader import Loader, make_loader
 from jaxthd.data.mixing import mixing_weights
 from jaxthd.data.position import DataSets
 from jaxthd.data.prompts import Prompt, PromptStream, page_limits
+from jaxthd.data.shared_batches import Sharers, find_sharers
 from jaxthd.data.skipped import Listed, SkipLog, Skipped, main_reasons
 from jaxthd.data.sources.columns import require_columns
 from jaxthd.data.sources.noises import AugmentationData, read_augmentation
@@ -62,8 +63,7 @@ class SpeechData:
         self._config, self._preferences = config, preferences
         tokenizer = load_tokenizer(data.tokenizer)
         self.stop_ids = PromptTemplate(data, tokenizer).stop_ids
-        # All loaders share these: workers take a second to start, and keep the functions that they are sent.
-        self._workers = Workers(data.workers) if data.workers else 0
+        self._workers: Workers | None = None
         self._prefetch = 2 if data.workers else 0
         self._objective = make_objective(config.train.objective, config.train.objective_options)
         # A policy's forward pass is that of an evaluation: nothing is dithered or masked.
@@ -289,15 +289,27 @@ class SpeechData:
         **more: Any,
     ) -> Loader:
         """A loader of these sources' examples. counts_reads: whether the items that it reads are counted."""
-        listed, skipped = self._on_skip(sources), self.skipped if jax.process_count() > 1 else None
-        more |= {"on_skip": listed, "workers": self._workers, "prefetch": self._prefetch}
+        listed = self._on_skip(sources)
+        sharers = None
+        if jax.process_count() > 1:
+            sharers = find_sharers(sorted(range(self._config.data.rows) if rows is None else rows))
+            more |= {"skipped": self.skipped, "sharers": sharers}
+        more |= {"on_skip": listed, "workers": self._pool(sharers), "prefetch": self._prefetch}
         more |= {"on_read": listed.read} if counts_reads else {}
-        return make_loader(examples, documents, self._config, rows=rows, skipped=skipped, **more)
+        return make_loader(examples, documents, self._config, rows=rows, **more)
+
+    def _pool(self, sharers: Sharers | None) -> Workers | int:
+        """The worker processes of all loaders: they take a second to start, and keep the functions that they
+        are sent. A process that loads for others has their share of workers too.
+        """
+        if self._workers is None and self._config.data.workers:
+            self._workers = Workers(self._config.data.workers * (sharers.number if sharers else 1))
+        return self._workers or 0
 
     def close(self) -> None:
         """Ends the worker processes and the count. Close the loaders before."""
         self._inventory.close()
-        if isinstance(self._workers, Workers):
+        if self._workers is not None:
             self._workers.close()
 
     def _read_validation(self, name: str) -> list[Example]:

@@ -16,6 +16,7 @@ from jaxthd.data.mismatched import WithMismatched
 from jaxthd.data.mixing import require_weights
 from jaxthd.data.packer import OnSkip, PackDocuments, RowDocuments, log_skip, pack_documents
 from jaxthd.data.position import DataSets, Position
+from jaxthd.data.shared_batches import HandedOut, Received, Sharers
 from jaxthd.data.skipped import SkipLog
 from jaxthd.data.stream import Load, OnRead, epochs_of, row_streams
 from jaxthd.data.workers import Workers
@@ -115,7 +116,8 @@ class Loader(Iterator[BatchAndReport]):
     prefetch is raised by next(). It is a context manager that closes itself on exit.
     skipped: synchronises it with the other processes: next() then waits for all of them, and ends when the
     streams of all have ended. Reports cover all rows, but `keys` only those of this process. None: it knows
-    nothing of other processes.
+    nothing of other processes. sharers: with `skipped`, the processes of this machine that read the same
+    rows, one of which makes the batches of all; None: this process makes its own.
     """
 
     def __init__(
@@ -125,18 +127,29 @@ class Loader(Iterator[BatchAndReport]):
         workers: Workers | None,
         position: Position,
         skipped: SkipLog | None,
+        sharers: Sharers | None,
     ) -> None:
-        self._made, self._empty = _Prefetch(batches, prefetch), batches.empty
-        self._position, self._skipped = position, skipped
+        self._empty, self._position, self._skipped = batches.empty, position, skipped
+        shared = sharers if sharers and sharers.number > 1 else None
+        self._leader = shared.leader if shared and not shared.leads else None
+        self._made: _Prefetch | Received
+        if shared and not shared.leads:
+            self._made = Received(batches.get_state(), shared)
+        else:
+            self._made = _Prefetch(HandedOut(batches, shared) if shared else batches, prefetch)
         # Done once: by close(), when nobody holds this object any more, or as the interpreter exits.
-        self._end = weakref.finalize(self, _end, batches, self._made, workers)
+        self._end = weakref.finalize(self, _end, batches, self._made, workers, sharers)
 
     def __next__(self) -> BatchAndReport:
         if self._skipped is None:
             return next(self._made)
-        made = next(self._made, None)
+        made = next(self._made, None) if self._leader is None else None
         batch, report = made or self._empty
-        answers = exchange([made is not None, report.rows, self._skipped.news(), self._skipped.reads()])
+        rows_here = report.rows if self._leader is None else []
+        answers = exchange([made is not None, rows_here, self._skipped.news(), self._skipped.reads()])
+        if self._leader is not None and answers[self._leader][0]:
+            # Not before: whoever waits for the leader waits in the exchange, where the leader is named.
+            batch, report = next(self._made)
         for _, _, news, reads in answers:
             for item in news:
                 self._skipped.add(*item)
@@ -243,12 +256,16 @@ class _Prefetch(grain.experimental.ThreadPrefetchDatasetIterator):
         """Does nothing: the Loader closes it. At exit grain's own __del__ would find grain half torn down."""
 
 
-def _end(batches: _Batches, prefetch: _Prefetch, workers: Workers | None) -> None:
+def _end(
+    batches: _Batches, made: _Prefetch | Received, workers: Workers | None, sharers: Sharers | None
+) -> None:
     # A thread that is reading a batch raises at its next document, so that it can be joined.
     if workers:
         workers.close()
     batches.close()
-    prefetch.close()
+    made.close()
+    if sharers:
+        sharers.close()
 
 
 def make_loader(
@@ -271,6 +288,7 @@ def make_loader(
     workers: int | Workers = 0,
     prefetch: int = 0,
     skipped: SkipLog | None = None,
+    sharers: Sharers | None = None,
 ) -> Loader:
     """The loader of a run: row i reads items i, i + rows, ... of each epoch's order, whatever the mesh is.
 
@@ -294,7 +312,7 @@ def make_loader(
     workers: number of processes that run `load` ahead of the stream, or Workers to share, which the caller
         closes. 0: this process runs it. prefetch: batches that a thread makes in advance. Neither changes
         the stream.
-    skipped: see Loader.
+    skipped, sharers: see Loader. It closes the sharers.
     Raises UserError for weights that cannot mix the sources, and for a source with fewer items than rows if
     repeat; while iterating, if two epochs of a repeated stream held no document that fits.
     """
@@ -329,7 +347,7 @@ def make_loader(
     shape |= {"epochs": epochs, "latest": position.latest}
     streams = row_streams(items, load, pack, **shape, pool=pool, on_read=on_read)
     batches = _Batches(streams, pack, position.latest)
-    return Loader(batches, prefetch, own_workers, position, skipped)
+    return Loader(batches, prefetch, own_workers, position, skipped, sharers)
 
 
 def _require_items(fewest: int, rows: int) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 from jaxthd.config import Config, MeshConfig
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.packing.fit import BufferLimits
-from jaxthd.parallel.mesh import AXES, ranks_of
+from jaxthd.parallel.mesh import AUDIO_AXES, AXES, ranks_of
 from jaxthd.planning.compiled_step import ByAxes, Measured
 from jaxthd.planning.layouts import compare_layouts
 from jaxthd.planning.lengths import Lengths
@@ -34,7 +34,8 @@ class Cluster:
     """Speeds of machines. Bandwidths are bytes a second into one GPU, or to storage from one machine.
 
     flops: a second, of a GPU, at its peak. reached: the share of it that a step reaches. memory: bytes of a
-    GPU that a run may use. audio_rate: seconds of audio that a worker process makes features of in a second.
+    GPU that a run may use. audio_rate: seconds of audio that a worker process makes features of in a second,
+    on a core of its own. cores: of a machine, for such workers.
     """
 
     gpus: int = 8
@@ -45,6 +46,7 @@ class Cluster:
     network: float = 50e9
     storage: float = 2e9
     audio_rate: float = 400.0
+    cores: int = 64
 
 
 class Exchange(NamedTuple):
@@ -121,9 +123,12 @@ def cluster_cost(config: Config, cluster: Cluster, step: Measured) -> ClusterCos
     checkpoint = sum(one.values()) - one["gradients"]
     machines = max(mesh.devices / cluster.gpus, 1)
     saving = checkpoint / machines / cluster.storage
-    # Every process reads the rows of its own data ranks, whatever other processes read.
+    # With a process for each GPU: those of a machine that read the same rows share one loader, and workers.
+    sharing = ranks_inside(mesh, AUDIO_AXES, cluster.gpus)
     audio = data.rows / mesh.data * _seconds_of_buffer(config)
-    loading = audio / (max(data.workers, 1) * cluster.audio_rate)
+    workers = max(data.workers, 1) * sharing
+    loading = audio / (workers * cluster.audio_rate)
+    fed = sharing * work * cluster.cores * cluster.audio_rate / audio if audio else math.inf
     tokens = data.rows * data.capacity
     limits = [
         Limit("memory", memory / cluster.memory, f"{size_text(memory)} of {size_text(cluster.memory)}"),
@@ -134,7 +139,8 @@ def cluster_cost(config: Config, cluster: Cluster, step: Measured) -> ClusterCos
         Limit(
             "loading",
             loading / work,
-            f"{audio:,.0f} s of audio a process and step, {data.workers} workers: {loading:.2f} s",
+            f"{audio:,.0f} s of audio a data rank and step, {workers} workers on a machine: {loading:.2f} s; "
+            f"{cluster.cores} cores would feed {fed:.1f} GPUs",
         ),
         Limit(
             "saving",
