@@ -14,12 +14,13 @@ from jaxthd.config.front_end import SAMPLE_RATE, SpeakerSegment
 from jaxthd.data.audio.augment import Augmentation
 from jaxthd.data.audio.recordings import TooLongError, from_samples, load_audio
 from jaxthd.data.audio.spec_augment import spec_augment
-from jaxthd.data.example import Clip, Example, Fields, Samples, Turn, document_rng, with_texts
+from jaxthd.data.example import Clip, Example, Fields, Member, Samples, Turn, document_rng, with_texts
 from jaxthd.data.filters import Filter
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.text.answers import answer_form
 from jaxthd.data.text.prompt import PromptTemplate, mark_ids
 from jaxthd.data.text.tokenizer import Tokenizer
+from jaxthd.files.remote_path import ask_ahead
 from jaxthd.packing.document import AudioPiece, Document, audio_pieces
 from jaxthd.packing.fit import BufferLimits
 
@@ -78,6 +79,12 @@ class SpeechDocuments:
         if changes_speed and isinstance(made, Document) and self._limits.fit(made).too_large:
             made = self._made(example, epoch, changes_speed=False)
         return made
+
+    def ahead(self, examples: Sequence[Example]) -> None:
+        """Has the system read the recordings in tar files of examples that come next, all of them at once."""
+        for clip in (clip for example in examples for clip in example.clips):
+            if isinstance(clip, Clip) and isinstance(clip.member, Member):
+                ask_ahead(clip.path, clip.member.start, clip.member.size)
 
     def _made(self, example: Example, epoch: int, *, changes_speed: bool = True) -> Document | Skipped:
         try:

@@ -139,7 +139,8 @@ class _Worker:
 def serve(parent: Connection) -> None:
     """Answers each request (n, load, items) with ([load(*item) for item in items], "") or (None, the error).
 
-    load: function number n in the first request that uses it, None afterwards. Before any request, one answer
+    load: function number n in the first request that uses it, None afterwards. Its `ahead`, if it has one, is
+    called with the items of a request before. Before any request, one answer
     is sent to say that the process has started. Requests and answers are pickled. Raises EOFError or OSError
     once the parent has ended.
     """
@@ -152,6 +153,8 @@ def serve(parent: Connection) -> None:
             n, load, items = pickle.loads(request)
             load = loads.setdefault(n, load)
             found = []
+            if ahead := getattr(load, "ahead", None):
+                ahead([item for item, _ in items])
             for item in items:
                 found.append(load(*item))
             answer = pickle.dumps((found, ""), pickle.HIGHEST_PROTOCOL)

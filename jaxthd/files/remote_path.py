@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from functools import lru_cache
 from pathlib import Path, PosixPath
@@ -235,7 +236,18 @@ def open_range(path: Path, start: int, size: int) -> tuple[io.BufferedIOBase, in
             raise OSError(f"{path} has {path.info.size} bytes, fewer than its index says")
         return io.BytesIO(path.range(start, start + size)), 0
     file = path.open("rb")
-    if size <= WHOLE:
-        # Else the system guesses what is read next. In random order it read 4.7 times what was needed.
-        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)
+    _ask_for(file, start, size)
     return file, start
+
+
+def ask_ahead(path: Path, start: int, size: int) -> None:
+    """Has the system read bytes of a local file meanwhile, which open_range is asked for soon."""
+    if not isinstance(path, RemotePath):
+        with suppress(OSError), path.open("rb", buffering=0) as file:
+            _ask_for(file, start, size)
+
+
+def _ask_for(file: io.FileIO | io.BufferedReader, start: int, size: int) -> None:
+    # Else the system guesses what is read next: in random order it read 4.7 times what was needed.
+    if size <= WHOLE:
+        os.posix_fadvise(file.fileno(), start, size, os.POSIX_FADV_WILLNEED)

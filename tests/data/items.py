@@ -67,6 +67,16 @@ class Killer:
         return item
 
 
+class Told:
+    """load(item, epoch) -> (item, the items of its request, of which it was told before)."""
+
+    def ahead(self, items: list[int]) -> None:
+        self.items = items
+
+    def __call__(self, item: int, epoch: int) -> tuple[int, list[int]]:
+        return item, self.items
+
+
 def fail(item: int, epoch: int) -> Document:
     if item == 11:
         raise ZeroDivisionError("our defect")

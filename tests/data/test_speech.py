@@ -1,5 +1,6 @@
 """Examples become documents, in any process and any order; what cannot is a item."""
 
+import os
 import pickle
 import subprocess
 import sys
@@ -20,13 +21,14 @@ from jaxthd.config import (
 )
 from jaxthd.config.front_end import SpeakerSegment
 from jaxthd.data.audio.augment import Augmentation
-from jaxthd.data.example import Clip, Example, Samples, Turn
+from jaxthd.data.example import Clip, Example, Member, Samples, Turn
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.tokenizer import ByteTokenizer
 from jaxthd.models.front_ends import Transcribe, Whisper
 from jaxthd.packing.document import Document
 from jaxthd.planning.lengths import measure
+from tests.data.sets import write_tar
 from tests.hf.published import load_reference
 
 CONFIG = Config(model=ModelConfig(encoder=EncoderConfig(num_mels=16, chunk_seconds=1.0)))
@@ -144,6 +146,22 @@ def test_a_prompt_is_how_a_document_begins_with_recordings_from_files_or_memory(
         np.testing.assert_array_equal(features(prompt), features(whole))  # neither dithered nor masked
     with pytest.raises(ValueError, match="no such file"):
         load.prompt(Example("p", (Turn("user", (replace(clips[0], path=Path("none.wav")),)),)))
+
+
+def test_recordings_in_tar_files_are_asked_for_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, start, size, how: asked.append((start, size)))
+    tar = write_tar(tmp_path / "a.tar", {"a.wav": b"a" * 700, "b.wav": b"b" * 1300})
+    inside = [
+        Clip(tar, member=Member(name, *place)) for name, place in (("b", (1536, 1300)), ("a", (512, 700)))
+    ]
+    others = [
+        Clip(tmp_path / "gone.tar", member=Member("c", 0, 1)),
+        Clip(tar),
+        Samples(np.zeros(400), 16_000),
+    ]
+    SpeechDocuments(Config(), ByteTokenizer(), train=True).ahead([utterance(x) for x in [*inside, *others]])
+    assert asked == [(1536, 1300), (512, 700)]
 
 
 def test_dither_is_drawn_anew_every_epoch_and_never_in_validation(clips: tuple[Clip, Clip]):

@@ -16,7 +16,7 @@ import pytest
 from jaxthd.data.skipped import Skipped
 from jaxthd.data.workers import Workers
 from jaxthd.errors import UserError
-from tests.data.items import Killer, fail, lock, where
+from tests.data.items import Killer, Told, fail, lock, where
 
 
 @pytest.fixture
@@ -65,6 +65,12 @@ def test_what_load_raises_is_raised_with_its_traceback_and_the_workers_go_on(wor
     with pytest.raises(RuntimeError, match="cannot pickle"):
         compute(workers, lock)
     assert [x[0] for x in compute(workers, where)] == list(range(12))
+
+
+def test_a_worker_is_told_of_the_items_of_a_request_at_once(workers: Workers):
+    assert workers.submit(Told(), [(n, 0) for n in range(4, 7)]).result() == [
+        (n, [4, 5, 6]) for n in range(4, 7)
+    ]
 
 
 def test_closing_ends_processes_and_threads_at_once():
