@@ -100,22 +100,24 @@ class Together(Objective):
         return {f"grpo {name}": x for name, x in found.items()}
 
 
+def with_numbers(document: Document, rng: np.random.Generator) -> Document:
+    """The document with the numbers of EXTRAS for each token; of the answers to a prompt the first is chosen,
+    the second rejected."""
+    n, sizes = len(document), document.answers or (len(document),)
+    of_answers = [1.0, -1.0, 0.0][: len(sizes)] if document.answers else [0.0]
+    constant = {"preference": of_answers, "advantage": rng.normal(size=len(sizes))}
+    found = {name: np.full(n, np.nan) for name in constant}
+    for name, values in constant.items():
+        found[name][n - sum(sizes) :] = np.repeat(values, sizes)
+    found |= {name: -4 + 0.4 * rng.normal(size=n) for name in EXTRAS[2:]}
+    return replace(document, extras={name: x.astype(np.float32) for name, x in found.items()})
+
+
 @functools.cache
 def rows() -> list[list[Document]]:
-    """With numbers for each token; of the answers to a prompt, the first is chosen, the second rejected."""
+    """With numbers for each token."""
     rng = np.random.default_rng(1)
-
-    def numbers(document: Document) -> dict[str, np.ndarray]:
-        n, sizes = len(document), document.answers or (len(document),)
-        of_answers = [1.0, -1.0, 0.0][: len(sizes)] if document.answers else [0.0]
-        constant = {"preference": of_answers, "advantage": rng.normal(size=len(sizes))}
-        found = {name: np.full(n, np.nan) for name in constant}
-        for name, values in constant.items():
-            found[name][n - sum(sizes) :] = np.repeat(values, sizes)
-        found |= {name: -4 + 0.4 * rng.normal(size=n) for name in EXTRAS[2:]}
-        return {name: x.astype(np.float32) for name, x in found.items()}
-
-    return [[replace(document, extras=numbers(document)) for document in row] for row in documents()]
+    return [[with_numbers(document, rng) for document in row] for row in documents()]
 
 
 def pack(mesh: MeshConfig, layout: Any, share_prompts: bool) -> Batch:
