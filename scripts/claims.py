@@ -2,7 +2,7 @@
 
     python scripts/claims.py                                    all claims, with values, bounds and age
     python scripts/claims.py --stale                            those whose code has changed since
-    python scripts/claims.py --run packing survival [--write]   runs their commands again and compares
+    python scripts/claims.py --run packing soak [--write]   runs their commands again and compares
     python scripts/claims.py --run stale --write --minutes 60   as many stale ones as fit; again: the rest
     python scripts/claims.py --run all --input FILE=my.jsonl --input PYTHON=torch-env/bin/python
     python scripts/claims.py --run all --read runs/claims/X     reads the logs of an earlier run instead

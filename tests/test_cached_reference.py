@@ -36,12 +36,12 @@ from jaxthd.steps.reference_scores import make_reference_scores
 from jaxthd.steps.state import TrainState, init_state
 from jaxthd.train import train
 from jaxthd.training.cached_reference import CachedReference, of_earlier_form
-from tests import survival
 from tests.parallel.test_distributed import two, until
 from tests.shared_programs import shared_programs, without_clock
+from tests.survival import tiny
 
 STEPS = 4
-MODEL = survival.config().model
+MODEL = tiny.config().model
 CONFIG = Config(
     data=DataConfig(
         validation_manifest="",

@@ -29,10 +29,10 @@ from jaxthd.run.metrics import OF_DRAWING, TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
 from jaxthd.validate import DeviceFacts, validate
-from tests import survival
 from tests.docs.reference import METRICS
 from tests.quick_compilation import QUICK
 from tests.shared_programs import shared_programs
+from tests.survival.tiny import config as survival_config
 
 UNOPTIMISED = QUICK
 """XLA_FLAGS of other processes: they compile as the tests do."""
@@ -81,10 +81,11 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def tiny(manifest: Path) -> Config:
-    base = survival.config()
+    base = survival_config()
     paths = {"manifest": (str(manifest),), "validation_manifest": str(manifest)}
     return replace(
         base,
+        mesh=MeshConfig(data=2, context=2),
         data=replace(base.data, **paths, rows=4, workers=1),
         model=replace(base.model, llm=replace(base.model.llm, mtp_pattern="*")),
         train=TrainConfig(

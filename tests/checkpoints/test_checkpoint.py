@@ -18,7 +18,7 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.checkpoints.stored import best_of, find_checkpoint, measured_otherwise, read_about, reason
 from jaxthd.errors import UserError
 from jaxthd.steps.state import TrainState
-from tests.survival import bits, damaged
+from tests.survival.damage import bits, damaged
 
 MESH = jax.make_mesh((2, 4), ("data", "context"), axis_types=(AxisType.Auto,) * 2)
 EVERYWHERE = NamedSharding(MESH, PartitionSpec())

@@ -26,7 +26,7 @@ from jaxthd.run.metrics import TIME_METRICS
 from jaxthd.run.metrics_file import read_metrics
 from jaxthd.run.signals import STOPPED
 from jaxthd.train import train
-from tests.survival import write_recordings
+from tests.survival.runs import write_recordings
 from tests.test_train import UNOPTIMISED, tiny
 
 STEPS = 10

@@ -21,7 +21,8 @@ from jaxthd.run.metrics_file import read_metrics
 from jaxthd.run.trackers.background import CLOSE_SECONDS
 from jaxthd.run.trackers.tracker import scalars
 from jaxthd.run.trackers.wandb import histories
-from tests import survival
+from tests.survival import tiny
+from tests.survival.runs import write_recordings
 
 pytestmark = pytest.mark.nightly
 STEPS, KILL_AFTER = 10, 5
@@ -43,7 +44,7 @@ def folder(tmp_path: Path) -> Path:
     """A folder with recordings, where both packages are installed."""
     for name in ("wandb", "mlflow"):
         pytest.importorskip(name)
-    survival.write_recordings(tmp_path)
+    write_recordings(tmp_path)
     return tmp_path
 
 
@@ -113,10 +114,10 @@ def run(
 
 def start(command: str, folder: Path, workdir: Path, more: Mapping[str, str] = {}) -> subprocess.Popen[bytes]:
     """Starts or continues a run, with the trackers."""
-    options = {"config": survival.__file__, "data.manifest": folder / "manifest.jsonl", "workdir": workdir}
+    options = {"config": tiny.__file__, "data.manifest": folder / "manifest.jsonl", "workdir": workdir}
     words = [text for option, value in options.items() for text in (f"--{option}", str(value))]
-    words += survival.GRPO.split() if command == "grpo" else []
-    words += ["--train.steps", str(STEPS), "--mesh.data", "1", "--mesh.context", "1"]
+    words += tiny.GRPO.split() if command == "grpo" else []
+    words += ["--train.steps", str(STEPS), "--data.validation-manifest", ""]
     words += ["--train.trackers", *TRACKERS]
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "WANDB_MODE": "offline"}
     environment |= {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), **more}

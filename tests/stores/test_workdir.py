@@ -17,7 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
+from jax.sharding import SingleDeviceSharding
 from orbax.checkpoint import utils
 
 from jaxthd.checkpoints.stored import read_about
@@ -26,9 +28,12 @@ from jaxthd.files import stores
 from jaxthd.files.run_folder import read_config, source_of
 from jaxthd.files.run_store import RunStore, read_record
 from jaxthd.run.signals import STOPPED
-from tests import survival
+from jaxthd.steps.blueprint import Blueprint
+from jaxthd.steps.state import abstract_state
 from tests.stores.servers import BUCKET, ROOT, SECRET, Server
-from tests.survival import TIMED, write_recordings
+from tests.survival import tiny
+from tests.survival.damage import restore
+from tests.survival.runs import TIMED, write_recordings
 
 pytestmark = pytest.mark.nightly
 
@@ -53,7 +58,7 @@ class Runs:
     def start(self, workdir: str, machine: str, *settings: str) -> subprocess.Popen[bytes]:
         """Starts, or continues, a run in `workdir` on a machine of that name."""
         manifest = f"{self.server.url}/data/manifest.jsonl"
-        command = [sys.executable, "-m", "jaxthd.train", "--config", survival.__file__, "--workdir", workdir]
+        command = [sys.executable, "-m", "jaxthd.train", "--config", str(tiny.__file__), "--workdir", workdir]
         command += ["--data.manifest", manifest, "--data.validation-manifest", manifest]
         environment = (
             os.environ
@@ -119,9 +124,9 @@ def content(folder: Path) -> dict[str, Any]:
 
 def arrays(folder: Path) -> list[bytes]:
     """The bits of the newest checkpoint's state, restored."""
-    abstract = survival.abstract_state(survival.Blueprint(survival.config()))
-    sharding = survival.SingleDeviceSharding(survival.jax.devices()[0])
-    return survival.restore(folder / "checkpoints", abstract, sharding)[0]
+    abstract = abstract_state(Blueprint(tiny.config()))
+    sharding = SingleDeviceSharding(jax.devices()[0])
+    return restore(folder / "checkpoints", abstract, sharding)[0]
 
 
 def test_killed_in_the_middle_of_a_save(runs, uninterrupted, s3, tmp_path):
