@@ -70,7 +70,9 @@ def _kept(stream: Any, original: Any) -> Any:
         encoding=stream.encoding,
         errors=stream.errors,
         newline="\n",
-        line_buffering=stream.line_buffering,
+        # Under PYTHONUNBUFFERED a stream writes through, but not through the buffer that is around this one:
+        # a warning would be lost where the process is killed.
+        line_buffering=stream.line_buffering or stream.write_through,
         write_through=stream.write_through,
     )
 

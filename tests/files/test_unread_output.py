@@ -118,3 +118,21 @@ def test_a_worker_whose_output_nobody_reads_goes_on():
         assert child.receive(30.0) == b"still there"
     finally:
         child.end()
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+def test_a_warning_is_there_when_the_process_is_killed(unbuffered: str):
+    """kill -9 flushes nothing: what was printed has to be written by then."""
+    program = (
+        "import os, sys\n"
+        "from jaxthd.files.unread_output import goes_on_unread\n"
+        "with goes_on_unread():\n"
+        "    print('warning: damaged', file=sys.stderr)\n"
+        "    os.kill(os.getpid(), 9)\n"
+    )
+    environment = os.environ | {"PYTHONUNBUFFERED": unbuffered}
+    found = subprocess.run(
+        [sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, env=environment
+    )
+    assert found.returncode == -9
+    assert found.stderr == "warning: damaged\n"
