@@ -1,15 +1,19 @@
-"""The training step of a speech model, features included: jaxthd packed against NeMo's SALM padded.
+"""The training step of a speech model, features included: jaxthd packed against NeMo's SALM padded, or
+against transformers' speech LLMs.
 
-    python scripts/bench_peer.py --manifest MANIFEST --python-reference PYTHON [--check]
+    python scripts/bench_peer.py --manifest MANIFEST --python-reference PYTHON [--check] [--models NAME ...]
 
-PYTHON has nemo-toolkit[asr] 3.0.0, torch and transformers. MANIFEST may be several; `synthetic` is the speech
+PYTHON has nemo-toolkit[asr] 3.0.0, torch and transformers; torch and transformers 5.24 alone for --models of
+FAMILIES (granite_speech needs torchaudio too). MANIFEST may be several; `synthetic` is the speech
 of the first run. --shapes: the data as it is (`short`), with recordings joined to 24 s (`long`), with texts
 of six times the length (`talkative`). Takes about 15 minutes for each model and shape on two idle cores.
 
 Both sides train the same model from the same weights on the same documents, in float32: log-mel features,
 encoder, decoder, loss, clipping, AdamW. The models (MODELS) are FastConformer before Qwen3, which is NeMo's
 SALM; and FastConformer before Nemotron-H, which SALM does not take on a CPU, so that NeMo's perception module
-and transformers' NemotronH make one step. Text is bytes. Padding does not count as tokens.
+and transformers' NemotronH make one step. Those of FAMILIES are small models of transformers' classes, whose
+forward pass has the loss; recordings are cut to whole frames, of which a padded batch would count one more.
+Text is bytes. Padding does not count as tokens.
 
 - peer: batches of so many seconds of padded audio, sorted by length; and in random order. SDPA, fused AdamW,
   samples in memory. Batches of the --compile seconds also run with torch.compile (dynamic shapes).
@@ -26,13 +30,14 @@ processes that load jaxthd's batches. The matrix rate is measured before each st
 what the model must compute, without padding and recomputation; `done` is what torch counts of the peer,
 padding included.
 
-Three tables follow: where the time of a step goes, by part of the model, each side by its own profiler, which
-slows it down; the loaders alone, from the manifest to features, in items for a second of CPU time (the peer's
-is Lhotse's, with its own features); and greedy answers to the prompts of documents, 16 at a time.
+Beside NeMo three tables follow: where the time of a step goes, by part of the model, each side by its own
+profiler, which slows it down; the loaders alone, from the manifest to features, in items for a second of CPU
+time (the peer's is Lhotse's, with its own features); and greedy answers to the prompts of documents, 16 at a
+time.
 
 --check exits 1 unless losses and gradient norms of CHECKED documents agree to 1e-4, the answers of the two
-sides are the same, and jaxthd's defaults are as many times as fast as the peer's fastest way as MODELS says,
-with at most 1.5 times its memory.
+sides are the same, and jaxthd's defaults are as many times as fast as the peer's fastest way as MODELS says
+(FAMILIES: 1), with at most 1.5 times its memory. Of FAMILIES there are no answers.
 """
 
 import argparse
@@ -48,7 +53,7 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.peer_process import Process, matrix_rate, peak_and_workers, require_modules, serve
-from scripts.peer_work import ANSWERED, CHECKED, MODELS, NEW_TOKENS, SHAPES, STRETCHES, Side
+from scripts.peer_work import ANSWERED, CHECKED, FAMILIES, MODELS, NEW_TOKENS, SHAPES, STRETCHES, Side
 
 CHUNK = 128
 """The scan's chunk of the library's default, which is measured beside the one in MODELS, the fastest here."""
@@ -58,10 +63,13 @@ PADDED = (20.0, 40.0, 80.0, 160.0)
 
 def served(side: str, folder: Path, way: str) -> dict[str, Any]:
     """The calls of a way's process, and `peak`: bytes."""
-    if side == "peer":
-        from scripts.peer_nemo import Peer as Made
+    Made: Any
+    if side != "peer":
+        from scripts.peer_jaxthd import Jaxthd as Made
+    elif (folder / "family").exists():
+        from scripts.peer_transformers import Peer as Made
     else:
-        from scripts.peer_jaxthd import Jaxthd as Made  # type: ignore[assignment]
+        from scripts.peer_nemo import Peer as Made
     before, _ = peak_and_workers()
     calls: Side = Made(folder, way).calls()
 
@@ -95,9 +103,9 @@ class Way(NamedTuple):
             f"{self.rate:,.0f}",
             f"{float(np.median(self.audio_seconds / self.seconds)):.1f}",
             f"{self.peak / 2**20:,.0f}",
-            f"{1e3 * useful:.1f}",
+            f"{1e3 * useful:.1f}" if useful else "",
             f"{1e3 * self.gflop:.1f}" if self.gflop else "",
-            f"{float(np.median(shares)):.0%}",
+            f"{float(np.median(shares)):.0%}" if useful else "",
         ]
 
 
@@ -160,7 +168,7 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
     from scripts.benchmark import Claim, show
     from scripts.peer_jaxthd import reshaped, write_documents
 
-    _, _, chunk, least = MODELS[model]
+    _, _, chunk, least = (*FAMILIES[model], 0, 1.0) if model in FAMILIES else MODELS[model]
     title = model if shape == "short" else f"{model}, {shape}"
     print(f"\n## {title}: {manifest}", flush=True)
     with tempfile.TemporaryDirectory() as name:
@@ -168,11 +176,13 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
         maker = begin(folder, options.python_reference, "make", model)
         maker.ask("make")
         maker.end()
-        useful = write_documents(folder, reshaped(manifest, folder, SHAPES[shape]))
+        taken = SHAPES[shape]._replace(frame=160) if model in FAMILIES else SHAPES[shape]
+        useful = write_documents(folder, reshaped(manifest, folder, taken))
         scan, middle = f" {chunk}" if chunk else "", options.padded[len(options.padded) // 2]
         peers = [f"{seconds:g} sorted{scan}" for seconds in options.padded]
         peers += [f"{middle:g} random{scan}", *([f"{middle:g} sorted {CHUNK}"] if chunk else [])]
-        peers += [f"{seconds:g} sorted{scan} compiled" for seconds in options.compile]
+        if model in MODELS:
+            peers += [f"{seconds:g} sorted{scan} compiled" for seconds in options.compile]
         alone: dict[str, Way] = {}
         for way in peers:
             process = begin(folder, options.python_reference, "peer", way)
@@ -184,8 +194,10 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
         ways[best] = begin(folder, options.python_reference, "peer", best.removeprefix("peer "))
         both = {name: ways[name] for name in ("jaxthd defaults", best)}
         # First of all: training changes the peer's weights and its BatchNorm's statistics.
-        answers = [np.array(process.ask("answers")) for process in both.values()]
-        same = float(np.mean(answers[0] == answers[1]))
+        same = []
+        if model in MODELS:
+            answers = [np.array(process.ask("answers")) for process in both.values()]
+            same.append(float(np.mean(answers[0] == answers[1])))
         checks = [process.ask("checked") for process in both.values()]
         apart = float(np.abs(np.array(checks[0]) / np.array(checks[1]) - 1).max())
         alternating = measured(ways, options.rounds)
@@ -194,15 +206,19 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
         show(f"{title}: a training step", columns, [way.row(name, useful) for name, way in found.items()])
         print(f"losses and gradient norms of {CHECKED} documents: {apart:.1e} apart")
         print(f"fastest way of the peer: {found[best].rate:,.0f} tokens/s, {best}", flush=True)
-        compare_around(title, both)
-        show_parts(title, both)
+        if model in MODELS:
+            compare_around(title, both)
+            show_parts(title, both)
         for process in ways.values():
             process.end()
     own, peer = found["jaxthd defaults"], found[best]
     gain, memory = own.rate / peer.rate, own.peak / peer.peak
     return [
         Claim(f"{title}: losses and gradient norms agree ({apart:.1e}, at most 1e-4)", apart <= 1e-4),
-        Claim(f"{title}: {same:.1%} of the tokens of greedy answers are the same (all)", same == 1),
+        *(
+            Claim(f"{title}: {x:.1%} of the tokens of greedy answers are the same (all)", x == 1)
+            for x in same
+        ),
         Claim(f"{title}: {gain:.2f} times as fast as {best} ({least} or more)", gain >= least),
         Claim(f"{title}: {memory:.2f} times the memory of {best} (at most 1.5)", memory <= 1.5),
     ]
@@ -215,7 +231,7 @@ def main() -> None:
     parser.add_argument("--manifest", nargs="+", default=["synthetic"], help="recordings with their texts")
     parser.add_argument("--python-reference", default=sys.executable, help="has NeMo")
     parser.add_argument("--check", action="store_true", help="exit 1 when a claim fails")
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=["qwen3", "hybrid"])
+    parser.add_argument("--models", nargs="+", choices=[*MODELS, *FAMILIES], default=["qwen3", "hybrid"])
     parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=["short"], help="of the data")
     parser.add_argument("--padded", nargs="+", type=float, default=PADDED, help="seconds of a peer's batch")
     parser.add_argument("--compile", nargs="*", type=float, default=[], help="seconds with torch.compile")
@@ -226,15 +242,21 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.side == "make":
-        from scripts.peer_nemo import make_peer
+        make: Any
+        if options.way in FAMILIES:
+            from scripts.peer_transformers import make_family as make
+        else:
+            from scripts.peer_nemo import make_peer as make
 
-        serve(lambda: {"make": lambda: make_peer(options.folder, options.way)})
+        serve(lambda: {"make": lambda: make(options.folder, options.way)})
     elif options.side:
         serve(lambda: served(options.side, options.folder, options.way))
     else:
         from scripts.benchmark import conclude
 
-        require_modules(options.python_reference, "nemo.collections.speechlm2")
+        if {*options.models} & {*MODELS}:
+            require_modules(options.python_reference, "nemo.collections.speechlm2")
+        require_modules(options.python_reference, "torch, transformers")
         runs = product(options.models, options.manifest, options.shapes)
         claims = [claim for run in runs for claim in compare(*run, options)]
         conclude(claims, check=options.check)

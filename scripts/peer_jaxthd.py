@@ -15,6 +15,7 @@ import numpy as np
 import optax
 import soundfile
 
+from jaxthd.checkpoints.sources import load_config
 from jaxthd.checkpoints.weights import Weights, load_weights
 from jaxthd.config import Config, DataConfig, ModelConfig
 from jaxthd.data.audio.recordings import load_audio
@@ -49,6 +50,11 @@ from scripts.peer_work import (
 
 def config_of(folder: Path, tuned: str) -> Any:
     """The config of a user who names the model's folders and the data, with these settings over it."""
+    if (folder / "published").exists():
+        config = load_config(folder / "published")
+        manifest = (folder / "manifest").read_text()
+        data = replace(config.data, manifest=(manifest,), validation_manifest=f"all={manifest}")
+        return changed(replace(config, data=data), tuned.split(","))
     model = model_config(folder / "salm", model=ModelConfig())
     if (folder / "hybrid").exists():
         model = model_config(folder / "hybrid", model=model)
@@ -91,6 +97,8 @@ class Jaxthd:
     def weights(self) -> Any:
         """The SALM's weights; where there is a hybrid, its decoder's in their place."""
         folder, config = self.folder, self.config
+        if (folder / "published").exists():
+            return load_weights([folder / "published"], Blueprint(config), self.mesh, partly=False)
         salm = replace(config, model=model_config(folder / "salm", model=ModelConfig()))
         found = load_weights([folder / "salm"], Blueprint(salm), self.mesh, partly=False)
         if not (folder / "hybrid").exists():
@@ -198,6 +206,7 @@ def reshaped(manifest: str, folder: Path, shape: Shape) -> str:
     with open(path, "w") as lines:
         for number, group in enumerate(groups):
             wav, samples = folder / f"shaped{number}.wav", np.concatenate([clips[i] for i in group])
+            samples = samples[: len(samples) // shape.frame * shape.frame]
             soundfile.write(wav, samples, 16_000, subtype="FLOAT")
             text = " ".join(examples[i].text for i in group for _ in range(shape.texts))
             line = {"audio_filepath": str(wav), "duration": len(samples) / 16_000, "text": text}
@@ -207,18 +216,19 @@ def reshaped(manifest: str, folder: Path, shape: Shape) -> str:
 
 def write_documents(folder: Path, manifest: str) -> float:
     """Writes the documents as the peer takes them. Returns GFLOP a token (model_flops, and attention and scan
-    over what they must compute), without padding and recomputation."""
+    over what they must compute), without padding and recomputation; 0 for FAMILIES."""
 
     (folder / "manifest").write_text(manifest)  # this one is read first, the copy below afterwards
     config = config_of(folder, "")
     items = [(x, d) for x, d in documents_of(config, folder) if hasattr(d, "tokens")]
     samples, ids, trained = [], [], []
+    is_family = (folder / "published").exists()
     for example, document in items:
         clips = [load_audio(c.path, c.offset, c.duration, member=c.member) for c in example.clips]
         starts = np.flatnonzero(np.diff(document.is_audio, prepend=False) & document.is_audio)
-        if len(clips) != 1 or len(starts) != 1:
+        if len(clips) != 1 or (len(starts) != 1 and not is_family):
             sys.exit(f"{example.key}: expected one recording a line")
-        keeps = ~document.is_audio
+        keeps = ~document.is_audio | is_family
         keeps[starts] = True
         samples.append(clips[0])
         ids.append(np.where(document.is_audio, AUDIO, document.tokens)[keeps])
@@ -241,7 +251,10 @@ def write_documents(folder: Path, manifest: str) -> float:
     )
 
     documents = [d for _, d in items]
-    flops = model_flops(config)(report_of(documents, config)) + attention_and_scan_flops(config, documents)
+    flops = 0.0
+    if not is_family:
+        flops = model_flops(config)(report_of(documents, config))
+        flops += attention_and_scan_flops(config, documents)
     tokens = sum(map(len, documents))
     print(
         f"{len(items):,} documents, {sum(map(len, samples)) / 16_000:,.0f} s of audio, {tokens:,} tokens, "

@@ -1,8 +1,6 @@
 """NeMo's side of bench_peer.py, in an environment that has nemo-toolkit[asr] and not jaxthd."""
 
 import logging
-import math
-import os
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -20,9 +18,8 @@ from nemo.utils import logging as nemo_logging
 from omegaconf import OmegaConf
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.profiler import ProfilerActivity, profile
-from torch.utils.flop_counter import FlopCounterMode
 
-from scripts.peer_process import MATRIX
+from scripts.peer_transformers import TorchPeer
 from scripts.peer_work import (
     AT_ONCE,
     AUDIO,
@@ -31,8 +28,6 @@ from scripts.peer_work import (
     NEW_TOKENS,
     PADDING,
     QWEN3,
-    STRETCHES,
-    Recordings,
     Side,
     thousand_tokens,
 )
@@ -115,16 +110,13 @@ def make_peer(folder: Path, model: str) -> None:
         transformers.NemotronHForCausalLM(config).save_pretrained(folder / "hybrid")
 
 
-class Peer:
+class Peer(TorchPeer):
     """A way of NeMo, "SECONDS ORDER [chunk] [compiled]": SALM; or its perception module before a hybrid."""
 
     def __init__(self, folder: Path, way: str) -> None:
-
-        transformers.logging.set_verbosity_error()
-        nemo_logging.setLevel(logging.ERROR)
-        torch.set_num_threads(len(os.sched_getaffinity(0)))
         seconds, order, *more = way.split()
-        self.folder, self.recordings = folder, Recordings.read(folder)
+        super().__init__(folder, seconds, order)
+        nemo_logging.setLevel(logging.ERROR)
         self.salm = SALM.from_pretrained(folder / "salm").train()
         self.salm.log = self.salm.log_dict = lambda *a, **k: None  # they ask for a trainer
         self.model: Any = self.salm
@@ -137,22 +129,10 @@ class Peer:
         self.llm = self.model.llm  # generation and embeddings, not compiled
         if more:
             self.model.llm = torch.compile(self.model.llm, dynamic=True)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5, fused=True)
-        self.groups = self.recordings.batches(float(seconds), order)
-        self.batches = [self.collated(group) for group in self.groups]
+        self.begin()
 
     def calls(self) -> Side:
-
-        square = torch.ones(MATRIX, MATRIX)
-        return Side(
-            self.stretch,
-            self.checked,
-            lambda: float((square @ square)[0, 0]),
-            self.gflop,
-            self.profile,
-            self.answers,
-            self.load,
-        )
+        return super().calls()._replace(profile=self.profile, answers=self.answers, load=self.load)
 
     def collated(self, numbers: Sequence[int]) -> dict[str, Any]:
         """SALM's batch: audio padded on the right, tokens on the left."""
@@ -198,46 +178,6 @@ class Peer:
         targets = torch.stack([x.roll(-n, 0) for x, n in zip(targets, shifts, strict=True)])
         logits = self.model.llm(inputs_embeds=embeddings[:, :-1], use_cache=False).logits
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets[:, 1:].flatten())
-
-    def step(self, batch: dict[str, Any]) -> float:
-
-        self.optimizer.zero_grad(set_to_none=True)
-        loss = self.loss_of(batch)
-        loss.backward()
-        with torch.profiler.record_function("part: update"):
-            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-            self.optimizer.step()
-        return float(loss.detach())
-
-    def stretch(self, number: int) -> tuple[int, float]:
-        mine = range(number % STRETCHES, len(self.groups), STRETCHES)
-        for i in mine:
-            self.step(self.batches[i])
-        numbers = [j for i in mine for j in self.groups[i]]
-        return (
-            sum(self.recordings.slots[j] for j in numbers),
-            sum(len(self.recordings.samples[j]) for j in numbers) / 16_000,
-        )
-
-    def checked(self) -> list[tuple[float, float]]:
-        found = []
-        for i in self.recordings.checked():
-            self.optimizer.zero_grad(set_to_none=True)
-            loss = self.loss_of(self.collated([i]))
-            loss.backward()
-            squares = (float(p.grad.square().sum()) for p in self.model.parameters() if p.grad is not None)
-            found.append((float(loss.detach()), math.sqrt(sum(squares))))
-        self.optimizer.zero_grad(set_to_none=True)
-        return found
-
-    def gflop(self) -> float:
-
-        mine = range(0, len(self.groups), STRETCHES)
-        with FlopCounterMode(display=False) as counter:
-            for i in mine:
-                self.loss_of(self.batches[i]).backward()
-        tokens = sum(self.recordings.slots[j] for i in mine for j in self.groups[i])
-        return counter.get_total_flops() / 1e9 / tokens
 
     def profile(self) -> dict[str, float]:
         """By torch's profiler. A backward operation belongs to the part whose forward operation has its

@@ -51,6 +51,58 @@ MODELS: dict[str, tuple[str, dict[str, Any], int, float]] = {
     ),
 }
 """Name -> (class of transformers, its settings, its scan's chunk, jaxthd's least speed as a multiple)."""
+_TEXT = {name: x for name, x in QWEN3.items() if name != "rope_theta"}
+_TEXT["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
+_BY_WHISPER = {"encoder_layers": 4, "d_model": 256, "encoder_attention_heads": 4, "encoder_ffn_dim": 1024}
+_ENCODER = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 1024}
+_MELS = {"num_mel_bins": 80}
+
+
+def _family(kind: str, text: str, audio: dict[str, Any], token: str = "audio_token_id") -> Any:
+    """A speech LLM: its class, and fields of its config. text: the model_type of the decoder."""
+    fields = {"text_config": {"model_type": text, **_TEXT}, "audio_config": audio | _MELS, token: AUDIO}
+    return kind, fields | {"tie_word_embeddings": True}
+
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3_asr": _family(
+        "Qwen3ASR", "qwen3", _BY_WHISPER | {"downsample_hidden_size": 64, "output_dim": 256}
+    ),
+    "qwen2_audio": _family("Qwen2Audio", "qwen2", _BY_WHISPER, "audio_token_index"),
+    "audioflamingo3": _family("AudioFlamingo3", "qwen2", _ENCODER),
+    "voxtral": _family("Voxtral", "llama", _ENCODER),
+    "glmasr": _family("GlmAsr", "llama", _ENCODER | {"num_key_value_heads": 4}),
+    "moss": _family("MossTranscribeDiarize", "qwen3", _ENCODER),
+    "granite_speech": (
+        "GraniteSpeech",
+        {
+            "text_config": {"model_type": "granite", **_TEXT},
+            "encoder_config": {
+                "num_layers": 4,
+                "hidden_dim": 256,
+                "num_heads": 4,
+                "dim_head": 64,
+                "dropout": 0.0,
+            },
+            "projector_config": {
+                "model_type": "blip_2_qformer",
+                "hidden_size": 256,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "intermediate_size": 1024,
+                "encoder_hidden_size": 256,
+                "cross_attention_frequency": 1,
+                "attention_probs_dropout_prob": 0.0,
+                "hidden_dropout_prob": 0.0,
+            },
+            "audio_token_index": AUDIO,
+            "has_lora_adapter": False,
+            "tie_word_embeddings": True,
+        },
+    ),
+}
+"""Speech LLMs of transformers: its class without the ending, the fields of its config. Tied embeddings are
+tied where the class can."""
 STRETCHES = 6
 """Parts of a pass over the recordings. Each has batches of all lengths."""
 CHECKED = 4
@@ -63,10 +115,12 @@ NAMES = {name: "embedding, head, rest" for name in ("embedding", "head", "segmen
 
 
 class Shape(NamedTuple):
-    """Consecutive recordings are joined up to so many seconds, and each text is said so many times."""
+    """Consecutive recordings are joined up to so many seconds, each text is said so many times, and what
+    fills no whole frame of so many samples is cut off."""
 
     seconds: float = 0.0
     texts: int = 1
+    frame: int = 1
 
 
 SHAPES = {"short": Shape(), "long": Shape(seconds=24.0), "talkative": Shape(texts=6)}
@@ -74,7 +128,7 @@ SHAPES = {"short": Shape(), "long": Shape(seconds=24.0), "talkative": Shape(text
 
 
 class Side(NamedTuple):
-    """The calls that a process offers.
+    """The calls that a process offers; the last three where the peer is NeMo.
 
     stretch: (its number) -> (tokens, seconds of audio); trains on one. checked: (loss, gradient norm) of
     documents, each alone. matrix: one product. gflop: of the products of a token, as the library counts them;
@@ -87,14 +141,14 @@ class Side(NamedTuple):
     checked: Callable[[], list[tuple[float, float]]]
     matrix: Callable[[], Any]
     gflop: Callable[[], float]
-    profile: Callable[[], dict[str, float]]
-    answers: Callable[[], list[list[int]]]
-    load: Callable[[], int]
+    profile: Callable[[], dict[str, float]] | None = None
+    answers: Callable[[], list[list[int]]] | None = None
+    load: Callable[[], int] | None = None
 
 
 class Recordings(NamedTuple):
-    """The documents as the peer takes them: samples, token ids with AUDIO once, which of these are trained,
-    and slots of the document in jaxthd."""
+    """The documents as the peer takes them: samples, token ids with AUDIO once, or of FAMILIES for each audio
+    token, which of these are trained, and slots of the document in jaxthd."""
 
     samples: list[np.ndarray]
     ids: list[np.ndarray]
