@@ -99,7 +99,10 @@ class Soak:
         while _counted(lines, names) < most and len(lines) < IN_A_CASE:
             name = self._next(run, lines, names)
             began = time.monotonic()
-            seen, end, holds = FAULTS[name].inject(Scene(run, rng, self._disk, self._server))
+            # A fault that needs checkpoints: kills between saves bring the run no further.
+            wanted = "saving" if names and name not in names else ""
+            scene = Scene(run, rng, self._disk, self._server, wanted)
+            seen, end, holds = FAULTS[name].inject(scene)
             run.kill()
             place = {"case": case, "seed": self._seed, "number": len(lines), "run": kind.name, "fault": name}
             what = {"phase": seen.phase, "evidence": seen.evidence, "step": run.step(), "end": end}
