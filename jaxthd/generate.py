@@ -11,9 +11,10 @@ to standard output as they come, everything else to standard error. Several answ
 their recordings or conversations; those that are empty or cut off say so. --json writes a JSON object for
 each instead.
 
-A recording that is longer than --window, or than data.audio_capacity and data.capacity hold, is read in
-windows, cut where it is quietest, and their texts are joined by a space. What cannot be used is skipped and
-listed at the end, with exit status 1.
+A recording that is longer than --window, than any that the run was trained on, or than data.audio_capacity
+and data.capacity hold, is read in windows, many at a time. They are cut in pauses; where there is none, they
+overlap by 2 s, and what both hear is told once. What cannot be used is skipped and listed at the end, with
+exit status 1.
 """
 
 import time
@@ -25,7 +26,9 @@ from pathlib import Path
 from typing import Any
 
 from jaxthd.config import DataConfig
+from jaxthd.data.audio.recordings import clip_seconds
 from jaxthd.data.example import Example, Turn, user_turn
+from jaxthd.data.inventory import longest_trained_on
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.jsonl import read_lines
@@ -55,8 +58,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {
         "type": float,
         "metavar": "SECONDS",
-        "help": "seconds of the longest recording that is read at once; by default what data.audio_capacity "
-        "and data.capacity hold. A model is best at what is as long as what it was trained on",
+        "help": "seconds of the longest recording that is read at once; by default that of the "
+        "longest recording that the run was trained on, or what data.audio_capacity and data.capacity hold",
     },
     "chat": {"type": Path, "help": "JSONL of conversations to answer, in the formats of a manifest"},
     "out": {"type": Path, "metavar": "FILE", "help": "JSONL file that the answers are appended to"},
@@ -93,13 +96,21 @@ def main(argv: list[str] | None = None) -> None:
             return
         start = time.perf_counter()
         answers = show_answers(
-            answer_all(generator, conversations, window=options.window, say=say, **settings),
+            answer_all(
+                generator,
+                conversations,
+                window=options.window,
+                longest=longest_trained_on(line.path) if line.run else None,
+                say=say,
+                **settings,
+            ),
             conversations,
             options.out,
             named=len(conversations) > 1,
             as_json=options.json,
         )
-        say(_summary(answers, time.perf_counter() - start, generator))
+        heard = _seconds_heard(conversations, answers)
+        say(_summary(answers, time.perf_counter() - start, heard, generator))
         if options.word_times:
             _write_word_times(model, conversations, answers, options.word_times)
         if why := why_skipped(answers):
@@ -169,11 +180,21 @@ def _write_word_times(
     say(f"{sum(len(x.words) for x in timed)} words in time: {folder}")
 
 
-def _summary(answers: Sequence[Answer], seconds: float, generator: Generator) -> str:
+def _seconds_heard(conversations: Sequence[Example], answers: Sequence[Answer]) -> float:
+    """Seconds of all recordings that were answered."""
+    answered = (x for x, answer in zip(conversations, answers, strict=True) if answer.end != "skipped")
+    each = (clip_seconds(clip, opened=True) for x in answered for clip in x.clips)
+    return sum((seconds for seconds in each if not isinstance(seconds, str)), 0.0)
+
+
+def _summary(answers: Sequence[Answer], seconds: float, heard: float, generator: Generator) -> str:
+    """heard: seconds of recordings. RTFx: these over the seconds that the answers took, programs included."""
     tokens, cut = sum(len(a.tokens) for a in answers), sum(a.end == "length" for a in answers)
     answered = sum(a.end != "skipped" for a in answers)
     return (
-        f"{answered} answers, {tokens} tokens in {seconds:.1f} s; {generator.programs.text()}"
+        f"{answered} answers, {tokens} tokens in {seconds:.1f} s"
+        + f", of {heard:.1f} s of recordings (RTFx {heard / seconds:.1f})" * bool(heard)
+        + f"; {generator.programs.text()}"
         + f"; cut off at {generator.max_new_tokens} tokens: {cut}" * bool(cut)
     )
 

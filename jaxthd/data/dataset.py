@@ -15,6 +15,7 @@ import jax
 from jaxthd.config import AugmentConfig, Config
 from jaxthd.data.example import Example
 from jaxthd.data.filters import Filter, bounds_of, by_setting
+from jaxthd.data.inventory import FILE as INVENTORY
 from jaxthd.data.inventory import Inventory, SetCount, require_few_skipped
 from jaxthd.data.loader import Loader, make_loader
 from jaxthd.data.mixing import mixing_weights
@@ -157,7 +158,7 @@ class SpeechData:
             )
             for source, examples in sets
         ]
-        inventory = Inventory(counts, workdir / "inventory.json")
+        inventory = Inventory(counts, workdir / INVENTORY)
         if is_first():
             for line in inventory.count():
                 print(line)

@@ -29,6 +29,7 @@ SECONDS = 60.0
 """Seconds that a run waits for the count before it starts."""
 THREADS = 16
 """Headers that are read at the same time: disks and networks make each of them wait."""
+FILE = "inventory.json"
 BATCH = 64 * THREADS
 """Items between two looks at the clock: 0.1 s of headers on a local disk."""
 
@@ -43,9 +44,10 @@ class SetCount:
         it such a file is only looked up.
     why_dropped: (item, its seconds) -> why data.filter drops it; "" if it does not. It is asked where the
         data set does not give the duration.
-    looked_at: recordings counted. seconds: of these. lost: why recordings are not there or cannot be opened,
-        by the key of their item. filtered: why items are dropped.
-    stored_seconds: of all recordings, from an earlier count of the same files.
+    looked_at: recordings counted. seconds: of these. longest: of the longest. lost: why recordings are not
+        there or cannot be opened, by the key of their item. filtered: why items are dropped.
+    stored_seconds, stored_longest: of all recordings, and of the longest, from an earlier count of the same
+        files.
     """
 
     source: Source
@@ -56,9 +58,11 @@ class SetCount:
     why_dropped: Callable[[Example, float], str] = lambda example, seconds: ""
     looked_at: int = 0
     seconds: float = 0.0
+    longest: float = 0.0
     lost: dict[str, str] = field(default_factory=dict)
     filtered: list[str] = field(default_factory=list)
     stored_seconds: float | None = None
+    stored_longest: float = 0.0
 
     def __post_init__(self) -> None:
         clips = [example.clips for example in self.examples]
@@ -94,6 +98,7 @@ class SetCount:
                 self.lost.setdefault(example.key, result)
                 continue
             self.seconds += result
+            self.longest = max(self.longest, result)
             if len(example.clips) == 1 and example.duration is None and self.stored_seconds is None:
                 self.filtered += filter(None, [self.why_dropped(example, result)])
         self.looked_at += len(batch)
@@ -133,6 +138,16 @@ class SetCount:
         return "; ".join([*lines, *(self.containers.notes if self.containers else ())])
 
 
+def longest_trained_on(workdir: Path) -> float | None:
+    """Seconds of the longest recording of the training sets of a run, from its inventory; None where that
+    does not say it."""
+    try:
+        sets = json.loads((workdir / FILE).read_text()).values()
+    except (OSError, ValueError):
+        return None
+    return max((each.get("longest", 0.0) for each in sets if each.get("is_training")), default=0.0) or None
+
+
 class Inventory:
     """Counts the data sets of a run, up to a time limit, and goes on in a thread.
 
@@ -148,6 +163,7 @@ class Inventory:
             kept = self._stored.get(each.source.title, {})
             if kept.get("fingerprint") and kept["fingerprint"] == each.fingerprint():
                 each.stored_seconds = kept["seconds"]
+                each.stored_longest = kept.get("longest", 0.0)
         self._stopped, self._news = threading.Event(), list[str]()
         self._thread: threading.Thread | None = None
 
@@ -198,6 +214,8 @@ class Inventory:
                     "without_recording": each.without_recording,
                     "recordings": each.recordings,
                     "seconds": round(each.seconds, 3),
+                    "longest": round(each.longest, 3) if each.stored_seconds is None else each.stored_longest,
+                    "is_training": each.source.setting.split == "training",
                     "containers": each.containers and each.containers[:2],
                 }
         with suppress(OSError):

@@ -167,7 +167,7 @@ def with_absolute_paths(config: Config, folder: str | Path, *others: str | Path)
         return path if re.match(r"\w+:", path) else places(expand_home(path))[0]
 
     def of_set(manifest: str) -> str:
-        """The same for a validation set, which may be NAME=PATH."""
+        """The path of a validation set, absolute; NAME= before it stays."""
         if manifest and (there := existing(manifest)):
             return absolute(manifest) if manifest == "synthetic" or is_held_out(manifest) else there
         name, mark, path = split_name(manifest)

@@ -1,17 +1,18 @@
 """Answers to many conversations, of which some cannot be used, and some have recordings that are too long.
 
 Generator.stream refuses all where one is at fault. Here one that cannot be used is skipped, with the reason;
-and a recording that does not fit is answered window by window, and the texts are joined by a space.
+and a recording that is too long is answered window by window, and the texts are joined.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
-from jaxthd.data.audio.recordings import clip_seconds
+from jaxthd.data.audio.recordings import clip_seconds, load_audio
 from jaxthd.data.audio.windows import in_windows
 from jaxthd.data.example import Clip, Example, Samples, Turn
+from jaxthd.data.text.joining import MOST_WORDS, WORD, joined
 from jaxthd.errors import UserError
 from jaxthd.inference.generator import AnswerDelta, Generator
 from jaxthd.packing.document import Document
@@ -22,20 +23,29 @@ AT_ONCE = 4
 """Prompts that are read at once, in batches of the generator: more of them would fill the host's memory."""
 
 
+class _Part(NamedTuple):
+    """seconds: of a window. overlap: of these, those that the window before hears too."""
+
+    seconds: float = 0.0
+    overlap: float = 0.0
+
+
 def answer_all(
     generator: Generator,
     conversations: Sequence[Example],
     *,
     window: float | None = None,
+    longest: float | None = None,
     say: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> Iterator[AnswerDelta]:
     """Yields the answers as they are decoded, as Generator.stream does, and goes on where that would refuse.
 
     The only delta of a conversation that cannot be used has the end "skipped", and the reason.
-    window: seconds of the longest recording that is read at once, if less than what the buffers hold. say: is
-    told of each recording that is read in windows. settings: as Generator.stream takes them; raises UserError
-    for these and the window alone.
+    window: seconds of the longest recording that is read at once, if less than what the buffers hold.
+    longest: the same, where no window is given: the model was trained on none that is longer. say: is told of
+    each recording that is read in windows. settings: as Generator.stream takes them; raises UserError for
+    these and the window alone.
     """
     if window is not None and not window >= SHORTEST_WINDOW:
         raise UserError(f"window is {window} s; expected {SHORTEST_WINDOW} s or more: correct it")
@@ -52,46 +62,60 @@ def answer_all(
 
     for number, conversation in enumerate(conversations):
         try:
-            found = _documents(generator, conversation, window, say)
+            parts, prompts = _prompts(generator, conversation, window, longest, say)
         except ValueError as error:
             yield AnswerDelta(number, "", (), "skipped", reason=str(error))
             continue
-        joined = _Joined(number, len(found))
-        documents += found
-        owners += [(joined, number) for number in range(len(found))]
-        if len(documents) >= AT_ONCE * generator.batch:
-            yield from answered()
+        joined = _Joined(number, parts)
+        for part, document in enumerate(prompts):
+            documents.append(document)
+            owners.append((joined, part))
+            if len(documents) >= AT_ONCE * generator.batch:
+                yield from answered()
     if documents:
         yield from answered()
 
 
-def _documents(
-    generator: Generator, conversation: Example, window: float | None, say: Callable[[str], None]
-) -> list[Document]:
-    """The conversation as a document, or as one for each window of its recording. Raises UserError where it
-    cannot be used."""
+def _prompts(
+    generator: Generator,
+    conversation: Example,
+    window: float | None,
+    longest: float | None,
+    say: Callable[[str], None],
+) -> tuple[tuple[_Part, ...], Iterable[Document]]:
+    """(Its windows, their documents, made one by one). A conversation that is answered as a whole is one
+    window. Raises UserError where it cannot be used.
+    """
     if generator.config.model.encoder is None or not _can_be_divided(conversation):
-        return [generator.prompt(conversation)]
-    if window is None:  # nearly all fit, and their headers need not be read
-        with suppress(UserError):
-            return [generator.prompt(conversation)]
+        return (_Part(),), [generator.prompt(conversation)]
     (recording,) = conversation.clips
+    if window is None and longest is None:  # nearly all fit, and their headers need not be read
+        with suppress(UserError):
+            return (_Part(),), [generator.prompt(conversation)]
     seconds = clip_seconds(recording, opened=True)
     if isinstance(seconds, str):
         raise UserError(f"conversation {conversation.key!r}: {seconds}")
     holds = generator.most_seconds(conversation)
-    most = min(holds, window or holds)
+    most = min(holds, window or longest or holds)
     if seconds <= most or not most:
-        return [generator.prompt(conversation)]
+        return (_Part(),), [generator.prompt(conversation)]
     windows = in_windows(recording, most)
     name = conversation.key.partition(":")[2] or conversation.key
-    held = "which is what the buffers hold (data.audio_capacity, data.capacity); " * (most == holds)
+    why = {} if window else {longest: "as long as the longest that it was trained on; "}
+    why[holds] = "which is what the buffers hold (data.audio_capacity, data.capacity); "
     size = f"{len(windows)} windows of up to {most:.1f} s"
-    say(f"{name}: {seconds:.1f} s are read in {size}, {held}their texts are joined by a space")
-    return [
-        generator.prompt(_with_recording(conversation, part, f"{conversation.key}/{n}"))
+    say(f"{name}: {seconds:.1f} s are read in {size}, {why.get(most, '')}their texts are joined")
+    questions = [
+        _with_recording(conversation, part.recording, f"{conversation.key}/{n}")
         for n, part in enumerate(windows, 1)
     ]
+    for part in windows:
+        if isinstance(clip := part.recording, Clip):
+            try:  # a recording that ends too early is found before any of it is answered
+                load_audio(clip.path, clip.offset, clip.duration, member=clip.member, channels=clip.channels)
+            except ValueError as error:
+                raise UserError(f"conversation {conversation.key!r}: {error}") from error
+    return tuple(_Part(part.seconds, part.overlap) for part in windows), map(generator.prompt, questions)
 
 
 def _can_be_divided(conversation: Example) -> bool:
@@ -113,18 +137,28 @@ def _with_recording(conversation: Example, recording: Clip | Samples, key: str) 
 class _Joined:
     """The answer to a conversation, whose windows are answered beside each other and told one by one.
 
-    number: the conversation's. windows: of its recording. at: the window that is told. held: deltas of the
-    windows behind it. is_cut: whether one of those told was cut off. has_text: whether one has text.
-    begins: whether nothing of the window that is told has been.
+    number: the conversation's. parts: the windows of its recording. at: the window that is told. held: deltas
+    of the windows behind it. is_cut: whether one of those told was cut off. has_text: whether one has text.
+    begins: whether nothing of the window is told yet. text: of the window that is told, as far as it is not
+    told yet. left: the end of the text before it, where it overlaps the window before; rate: the characters
+    that this one told in a second.
     """
 
     number: int
-    windows: int
+    parts: tuple[_Part, ...]
     at: int = 0
     held: dict[int, list[AnswerDelta]] = field(default_factory=dict)
     is_cut: bool = False
     has_text: bool = False
     begins: bool = True
+    text: str = ""
+    left: str = ""
+    rate: float = 0.0
+
+    @property
+    def windows(self) -> int:
+        """Their number."""
+        return len(self.parts)
 
     def told(self, window: int, delta: AnswerDelta) -> Iterator[AnswerDelta]:
         """Takes the next delta of a window. Yields the conversation's deltas that are now next."""
@@ -135,12 +169,38 @@ class _Joined:
     def _next(self, delta: AnswerDelta) -> AnswerDelta:
         """The conversation's delta, of that of its window."""
         text, end = delta.text, delta.end
-        if self.windows > 1 and self.begins:
-            text = text.lstrip()
-            if text:
-                text, self.begins, self.has_text = f"{' ' * self.has_text}{text}", False, True
+        if self.windows > 1:
+            text = self._text(delta)
         if delta.end:
             self.at, self.begins = self.at + 1, True
             self.is_cut |= delta.end == "length"
             end = None if self.at < self.windows else "length" if self.is_cut else "stop"
         return delta._replace(number=self.number, text=text, end=end, windows=self.windows)
+
+    def _text(self, delta: AnswerDelta) -> str:
+        """The part of a window's text that is told now: all at its end, where it overlaps another."""
+        seconds, shared = self.parts[self.at]
+        behind = self.at + 1 < self.windows and self.parts[self.at + 1].overlap > 0
+        self.text += delta.text
+        if (shared or behind) and not delta.end:
+            return ""
+        text, self.text = self.text, ""
+        rate = len(text.strip()) / seconds
+        if shared:
+            text, self.left = joined(self.left, text, shared=shared, rates=(self.rate, rate)), ""
+        elif self.begins:
+            text = text.lstrip()
+            text = f"{' ' * self.has_text}{text}" if text else text
+        if behind:
+            self.rate = rate
+            text, self.left = _divided(text)
+        self.begins &= not text
+        self.has_text |= bool(text or self.left)
+        return text
+
+
+def _divided(text: str) -> tuple[str, str]:
+    """(The text without its last words, these): those that a window that overlaps may change."""
+    words = list(WORD.finditer(text))
+    at = words[-MOST_WORDS].start() if len(words) > MOST_WORDS else 0
+    return text[:at], text[at:]

@@ -53,8 +53,8 @@ class AnswerDelta(NamedTuple):
 class Answer(NamedTuple):
     """A whole answer. key: the conversation's. tokens: without the one that ends the answer.
 
-    windows: of the recording, which were answered one after the other (jaxthd/inference/asking.py); of these
-    the texts are joined by a space, and the end is "length" if one was cut off. reason: why there is no
+    windows: of the recording, which were answered one by one (jaxthd/inference/asking.py); of these the texts
+    are joined, and the end is "length" if one was cut off. reason: why there is no
     answer, where the end is "skipped".
     """
 

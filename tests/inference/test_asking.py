@@ -11,7 +11,7 @@ import soundfile
 from jaxthd.data.audio.windows import in_windows
 from jaxthd.data.example import Clip, Example, Samples, Turn
 from jaxthd.errors import UserError
-from jaxthd.inference.asking import _Joined, answer_all
+from jaxthd.inference.asking import _Joined, _Part, answer_all
 from jaxthd.inference.generator import Answer, AnswerDelta, whole_answer
 from tests.data.test_windows import spoken
 from tests.inference.test_generation import generator
@@ -76,7 +76,8 @@ def test_good_ones_are_answered_beside_bad_and_long_ones(folder: Path):
         most = own.most_seconds(conversations[2])
         windows = in_windows(long, most)
         assert f"long: 11.0 s are read in {len(windows)} windows of up to {most:.1f} s" in line
-        each = [Example(f"long/{n}", (Turn("user", ("Hm: ", part)),)) for n, part in enumerate(windows, 1)]
+        heard = [window.recording for window in windows]
+        each = [Example(f"long/{n}", (Turn("user", ("Hm: ", part)),)) for n, part in enumerate(heard, 1)]
         parts = own.generate(each, **DRAWN)
     assert len(windows) > 2
     assert len({part.tokens for part in parts}) == len(parts), "windows should differ"
@@ -114,9 +115,7 @@ def test_a_window_is_as_short_as_one_says(folder: Path):
         ((whole,), nothing), ((cut,), said) = answers([conversation]), answers([conversation], window=1.5)
         assert (whole.windows, nothing) == (1, [])
         assert cut.windows == len(in_windows(recording, 1.5)) == 3
-        assert said == [
-            "samples: 3.4 s are read in 3 windows of up to 1.5 s, their texts are joined by a space"
-        ]
+        assert said == ["samples: 3.4 s are read in 3 windows of up to 1.5 s, their texts are joined"]
         for window in (0.5, -1.0, float("nan")):
             with pytest.raises(UserError, match=r"window is .* expected 1\.0 s or more"):
                 answers([conversation], window=window)
@@ -132,7 +131,7 @@ def test_windows_are_told_one_after_the_other():
         (0, AnswerDelta(7, "", (2,), "stop")),
         (2, AnswerDelta(5, " ", (5,), "stop")),
     ]
-    joined = _Joined(2, 4)
+    joined = _Joined(2, (_Part(5.0),) * 4)
     found = [list(joined.told(*each)) for each in told]
     assert [len(each) for each in found] == [0, 1, 0, 0, 3, 2]
     deltas = [delta for each in found for delta in each]
@@ -154,3 +153,20 @@ def test_more_prompts_than_are_read_at_once(monkeypatch: pytest.MonkeyPatch):
         grouped, _ = answers(conversations)
     assert grouped == together
     assert [answer.key for answer in together] == [example.key for example in conversations]
+
+
+def test_windows_that_overlap_tell_once_what_both_hear():
+    """Only what no later window can change is told before that has ended."""
+    words = [f"w{n}" for n in range(40)]
+    told = [
+        (0, AnswerDelta(8, " ".join(words[:18]), (1,), None)),
+        (0, AnswerDelta(8, f" {words[18]} w1.", (2,), "stop")),
+        (1, AnswerDelta(8, "6 w15 w16 w17 w18 w19", (3,), None)),
+        (1, AnswerDelta(8, " w20", (4,), "stop")),
+        (2, AnswerDelta(8, "w21 w22", (5,), "stop")),
+    ]
+    joined = _Joined(0, (_Part(5.0), _Part(2.0, 1.0), _Part(5.0)))
+    deltas = [delta for each in told for delta in joined.told(*each)]
+    assert deltas[1].text == "w0 w1 w2 w3 "
+    assert "".join(delta.text for delta in deltas) == " ".join(words[:23])
+    assert [delta.end for delta in deltas] == [None] * 4 + ["stop"]

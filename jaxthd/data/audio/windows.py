@@ -1,9 +1,12 @@
 """Windows of a recording that is longer than a model reads at once, cut where it is quietest.
 
-A recording of 70 s in windows of at most 30 s: [0, 28.3), [28.3, 56.1), [56.1, 70). They do not overlap.
+A recording of 70 s in windows of at most 30 s: [0, 28.3), [28.3, 56.1), [56.1, 70). Where even the quietest
+place is no pause, a word may be cut in two; there the next window begins 2 s before the end of the one
+before, and what both hear is told once (jaxthd/data/text/joining.py).
 """
 
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,32 +15,58 @@ from jaxthd.data.audio.recordings import AudioError, clip_seconds, from_samples,
 from jaxthd.data.example import Clip, Samples
 
 SEARCHED = 5.0
-"""Seconds at the end of a window in which the quietest place is looked for."""
+"""Seconds at the end of a window in which the quietest place is looked for, or half of the longest window."""
 PLACE = 0.2
 """Seconds of a place: about the shortest pause between words. Shorter ones are found inside of words."""
 HOP = 0.01
 """Seconds from one place to the next."""
+PAUSE = 0.01
+"""Energy of a pause, at most, in that of the seconds around it: 20 dB below."""
+OVERLAP = 2.0
+"""Seconds that two windows share without a pause between them, or a quarter of the longest: several words."""
 SHORTEST = 0.5
 """Least seconds of a window, or a quarter of the longest: nothing is said in less, and features need some."""
 
 
-def in_windows(recording: Clip | Samples, most_seconds: float) -> list[Clip | Samples]:
+class Window(NamedTuple):
+    """A part of a recording. begin, end: seconds from its beginning. overlap: seconds that the window before
+    hears too."""
+
+    recording: Clip | Samples
+    begin: float
+    end: float
+    overlap: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        """Its length."""
+        return self.end - self.begin
+
+
+def in_windows(recording: Clip | Samples, most_seconds: float) -> list[Window]:
     """The recording itself, or windows of at most `most_seconds` that follow each other and together are it.
 
-    Each window but the last ends in the middle of the quietest 0.2 s of its last 5 s. Only these are decoded.
-    Raises AudioError for a recording that cannot be read.
+    Each window but the last ends in the middle of the quietest 0.2 s of its last 5 s, or where that is no
+    pause, a second behind it, and the next one begins a second before. Only these 5 s are decoded. Windows of
+    less than 10 s have less of each. Raises AudioError for a recording that cannot be read.
     """
     seconds = clip_seconds(recording, opened=True)
     if isinstance(seconds, str):
         raise AudioError(seconds)
     shortest = min(SHORTEST, most_seconds / 4)
-    starts = [0.0]
+    searched, half = min(SEARCHED, most_seconds / 2), min(OVERLAP, most_seconds / 4) / 2
+    starts, ends = [0.0], list[float]()
     while seconds - starts[-1] > most_seconds:
         latest = min(starts[-1] + most_seconds, seconds - shortest)
-        earliest = max(latest - SEARCHED, starts[-1] + shortest)
-        starts.append(earliest + _quietest(_part(recording, earliest, latest)))
-    ends = [*starts[1:], None]
-    return [_part(recording, start, end) for start, end in zip(starts, ends, strict=True)]
+        earliest = max(latest - searched, starts[-1] + 2 * half)  # no second is in three windows
+        quietest, is_pause = _quietest(_part(recording, earliest, latest))
+        around = 0.0 if is_pause else min(half, latest - earliest - quietest, quietest)
+        ends.append(earliest + quietest + around)
+        starts.append(earliest + quietest - around)
+    overlaps = [0.0, *(end - start for start, end in zip(starts[1:], ends, strict=True))]
+    # The last one has all that there is.
+    parts = [_part(recording, *part) for part in zip(starts, [*ends, None], strict=True)]
+    return list(map(Window, parts, starts, [*ends, seconds], overlaps))
 
 
 def _part(recording: Clip | Samples, start: float, end: float | None) -> Clip | Samples:
@@ -52,8 +81,9 @@ def _part(recording: Clip | Samples, start: float, end: float | None) -> Clip | 
     )
 
 
-def _quietest(recording: Clip | Samples) -> float:
-    """The second in the middle of the quietest place, the last one of those that are equally quiet."""
+def _quietest(recording: Clip | Samples) -> tuple[float, bool]:
+    """(The second in the middle of the quietest place, the last one of those that are equally quiet; whether
+    it is a pause)."""
     if isinstance(recording, Samples):
         samples = from_samples(recording)
     else:
@@ -69,4 +99,5 @@ def _quietest(recording: Clip | Samples) -> float:
     of_places = (energies[place:] - energies[:-place])[::hop]
     # Of a silence, whose energies differ by rounding alone, the end.
     quiet = np.flatnonzero(of_places <= of_places.min() + 1e-9 * energies[-1])
-    return (hop * int(quiet[-1]) + place / 2) / SAMPLE_RATE
+    is_pause = of_places.min() <= PAUSE * energies[-1] * place / len(samples)
+    return (hop * int(quiet[-1]) + place / 2) / SAMPLE_RATE, bool(is_pause)

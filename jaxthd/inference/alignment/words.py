@@ -7,15 +7,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxthd.data.text.joining import WORD
 from jaxthd.data.text.tokenizer import TextStream, Tokenizer
 from jaxthd.inference.alignment.pauses import between_pauses
 from jaxthd.inference.alignment.viterbi import Alignment
 
 _TAG = re.compile(r"<(spk|ev|sty):([^<>]*)>", re.IGNORECASE)
 """Marks in transcripts: of a speaker, whose words follow; of an event or a style, which are no words."""
-_ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
-"""Characters of writing without spaces (kana and Han), each of which counts as a word."""
-_WORD = re.compile(rf"[{_ALONE}]|[^\s{_ALONE}]+")
 
 
 class TimedWord(NamedTuple):
@@ -48,7 +46,7 @@ def word_spans(text: str) -> list[WordSpan]:
     found, speaker, at = [], "", 0
     for tag in [*_TAG.finditer(text), None]:
         end = len(text) if tag is None else tag.start()
-        found += [WordSpan(*word.span(), speaker) for word in _WORD.finditer(text, at, end)]
+        found += [WordSpan(*word.span(), speaker) for word in WORD.finditer(text, at, end)]
         if tag is not None:
             at = tag.end()
             speaker = tag[2] if tag[1].lower() == "spk" else speaker
