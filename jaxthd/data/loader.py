@@ -189,8 +189,9 @@ class Loader(Iterator[BatchAndReport]):
         Where the data has changed since and that is accepted, a new epoch begins instead. Raises UserError if
         the state was saved for other data or other packing.
         """
+        self._made.set_state(self._made.get_state())  # no thread reads on, and into later epochs
         if self._position.restore(state):
-            self._made.set_state({"streams": state["streams"], "latest": self._position.latest})
+            self._made.set_state({"streams": state["streams"], "latest": list(self._position.latest)})
 
 
 def whole_position(position: dict[str, Any]) -> dict[str, Any]:
