@@ -162,6 +162,18 @@ FAMILIES: dict[str, LLMConfig] = {
             "E": replace(EXPERTS, form="swiglu", router=Router(scale=2.446)),
         },
     ),
+    "olmo_hybrid": LLMConfig(
+        "D-*FD-",
+        blocks={
+            "D": GatedDelta(
+                key_heads=3, value_heads=6, key_dim=24, value_dim=16, negative_eigenvalues=True, norm_eps=1e-5
+            ),
+            "*": replace(ATTENTION, heads=6, head_dim=16, qk_norm=True, joint_norm=True, norm_after=True),
+            "-": GATED_MLP,
+            "F": replace(GATED_MLP, norm_after=True),
+        },
+        norm_eps=1e-6,
+    ),
 }
 """Each family's decoder, beside its vocabulary and its dim."""
 

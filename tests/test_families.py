@@ -47,6 +47,7 @@ LIBRARY = {
     "falcon_h1": "FalconH1ForCausalLM",
     "lfm2": "Lfm2ForCausalLM",
     "kimi_linear": "KimiLinearForCausalLM",
+    "olmo_hybrid": "OlmoHybridForCausalLM",
 }
 STEPS = 24
 PLAIN = "--train.ctc-loss 0 --train.warmup-steps 0 --train.validate-every 0 --data.workers 0"

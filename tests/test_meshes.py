@@ -86,7 +86,7 @@ def test_the_mesh_changes_nothing_with_the_blocks_of_all_families_on_stages() ->
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("name", ["granite4", "falcon_h1", "lfm2", "kimi_linear"])
+@pytest.mark.parametrize("name", ["granite4", "falcon_h1", "lfm2", "kimi_linear", "olmo_hybrid"])
 def test_hybrids_are_the_same_on_every_axis(name: str, record_property) -> None:
     """On context, pipeline and tensor ranks; and on eight context ranks."""
     on_all = of_family(name, "float64")[0]

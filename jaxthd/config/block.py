@@ -63,8 +63,6 @@ class Block:
     convolution: the setting with the taps of a causal convolution, whose halo context ranks exchange.
     read_with_others: settings that change what the arrays compute, which runs do change: weights that were
         made with other values are read, and that is said.
-    norms: where the layer has RMSNorms: before the block, after it (of what is added to the residual), or
-        both.
     residual_scale: what is added to the residual is multiplied by it.
     """
 
@@ -76,7 +74,6 @@ class Block:
     shared_sizes: ClassVar[tuple[str, ...]] = ()
     convolution: ClassVar[str] = ""
     read_with_others: ClassVar[tuple[str, ...]] = ()
-    norms: ClassVar[Literal["before", "after", "both"]] = "before"
     residual_scale: ClassVar[float] = 1.0
     kind: str = ""
     """The kind's name."""
@@ -90,6 +87,12 @@ class Block:
     def label(self) -> str:
         """The kind as tables of parameters name it."""
         return self.title
+
+    @property
+    def norms(self) -> Literal["before", "after", "both"]:
+        """Where the layer has RMSNorms: before the block, after it (of what is added to the residual), or
+        both."""
+        return "before"
 
     @property
     def stack(self) -> str:

@@ -157,7 +157,7 @@ _PART: dict[str, Any] = {
     "shared_intermediate_size": _COUNT,
     **_each(_TEXT, "model_type hybrid_override_pattern mtp_hybrid_override_pattern pretrained_llm"),
     **_each(_TEXT, "position_embedding_type"),
-    **_each(_FLAG, "moe_renormalize"),
+    **_each(_FLAG, "moe_renormalize linear_allow_neg_eigval"),
     **_each(_TEXTS, "mlp_layer_types"),
     **_each(_TEXTS, "architectures layer_types layers_block_type mtp_layers_block_type"),
     **_each(_INTEGERS, "mlp_only_layers attn_layer_indices full_attn_idxs"),

@@ -27,7 +27,8 @@ class RMSNorm(nnx.Module):
     """x / sqrt(mean(x^2) + eps) * weight, with a mean for each group of the last dim.
 
     The statistics are computed in promote(float32, x).
-    sharded: how the last dim is sharded over tensor ranks. A group may span several ranks.
+    sharded: how the last dim is sharded over tensor ranks. A group may span several ranks. Ranks that share a
+        unit (own_part) have one group.
     zero_centred: the parameter is weight - 1. factor: on the result.
     """
 
@@ -43,9 +44,10 @@ class RMSNorm(nnx.Module):
         factor: float = 1.0,
     ) -> None:
         self.weight = (init.zeros if zero_centred else init.ones)((dim,), (sharded,))
+        self.sharded, self.mesh = sharded, init.mesh
         self.zero_centred, self.factor = zero_centred, factor
         self.eps = eps
-        ranks = init.mesh.tensor if sharded and sharded.is_sharded(init.mesh) else 1
+        ranks = init.mesh.tensor if sharded else 1
         self.groups, self.ranks_of_group = max(groups // ranks, 1), max(ranks // groups, 1)
 
     def __call__(self, x_ND: Float[Array, "N D"]) -> Float[Array, "N D"]:
@@ -71,7 +73,8 @@ class RMSNorm(nnx.Module):
         return self(x_NHD.reshape(-1, x_NHD.shape[-1])).reshape(x_NHD.shape)
 
     def _weight(self) -> Array:
-        weight_D = 1 + self.weight[...] if self.zero_centred else self.weight[...]
+        own_D = own_part(self.weight[...], 0, self.sharded, self.mesh)
+        weight_D = 1 + own_D if self.zero_centred else own_D
         return weight_D if self.factor == 1 else self.factor * weight_D
 
 

@@ -67,6 +67,12 @@ CONFIGS = {
     ),
     "DeepSeek-V3": Config(model=ModelConfig(encoder=None, llm=deepseek(LLM))),
     "Kimi-Linear": Config(model=ModelConfig(encoder=None, llm=kimi_linear(LLM))),
+    "OLMo Hybrid": Config(
+        model=ModelConfig(
+            encoder=None,
+            llm=qwen3(LLM, "*-").with_settings("*-", norm_after=True).with_settings("*", joint_norm=True),
+        )
+    ),
     "Qwen3-Next": Config(
         model=ModelConfig(encoder=None, llm=qwen3_next(LLM, "D-*E")),
     ),

@@ -75,6 +75,7 @@ ROWS = {
     "FalconH1ForCausalLM": Row("Falcon-H1", "falcon_h1"),
     "Lfm2ForCausalLM": Row("LFM2", "lfm2"),
     "KimiLinearForCausalLM": Row("Kimi-Linear", "kimi_linear", served="transformers"),
+    "OlmoHybridForCausalLM": Row("OLMo Hybrid", "olmo_hybrid", served="transformers"),
     "ParakeetEncoder": Row(
         "Parakeet", "fastconformer", "models/test_fastconformer.py", "transformers", FastConformer()
     ),

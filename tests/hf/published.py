@@ -47,7 +47,17 @@ QWEN = ("qwen3", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe")
 DEEPSEEK = ("deepseek_v3", "moonlight")
 SALM = ("salm", "salm_layers", "salm_qformer", "salm_automodel")
 LLAMAS = ("llama", "mistral", "qwen2", "granite")
-HYBRIDS = ("granite_hybrid", "kimi_linear", "bamba", "granite_dense", "falcon_h1", "falcon_h1_norm", "lfm2")
+HYBRIDS = (
+    "granite_hybrid",
+    "kimi_linear",
+    "olmo_hybrid",
+    "bamba",
+    "granite_dense",
+    "falcon_h1",
+    "falcon_h1_norm",
+    "lfm2",
+    "olmo_hybrid_rotary",
+)
 FAMILIES = (*LLMS, *QWEN, *LLAMAS, *HYBRIDS, *DEEPSEEK, "gpt_oss", "nemotron_omni", *SALM)
 CAPACITY, AUDIO, BLOCK = 96, 320, 16
 BASE = ModelConfig(

@@ -1,16 +1,21 @@
-"""Settings of Bamba, Granite 4, Falcon-H1 and LFM2: read, written back, refused."""
+"""Settings of Bamba, Granite 4, Falcon-H1, LFM2 and OLMo Hybrid: read, written back, refused."""
 
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from jaxthd.config import LLMConfig
 from jaxthd.config.listing import value_at
+from jaxthd.convert import export_weights, import_weights
 from jaxthd.errors import UserError
 from jaxthd.hf.bamba import BAMBA, GRANITE_HYBRID
 from jaxthd.hf.decoder import Decoder
 from jaxthd.hf.falcon_h1 import FALCON_H1
 from jaxthd.hf.lfm2 import LFM2
+from jaxthd.hf.olmo_hybrid import OLMO_HYBRID
+from tests.hf.published import assert_identical, change_published, tensors, write_published
 
 SIZES: dict[str, Any] = {
     "vocab_size": 100,
@@ -38,6 +43,7 @@ FIELDS: dict[str, tuple[Decoder, dict[str, Any]]] = {
     ),
     "falcon": (FALCON_H1, SIZES | FACTORS | {"mamba_d_ssm": 48, "mamba_rms_norm": True}),
     "lfm2": (LFM2, SIZES | {"full_attn_idxs": [2], "norm_eps": 1e-5}),
+    "olmo": (OLMO_HYBRID, SIZES | {"rope_parameters": {"rope_theta": None}}),
 }
 
 
@@ -69,6 +75,13 @@ def test_settings_are_read_and_written_back(name: str) -> None:
         ("lfm2", {}, {"pattern": "C-C-*-C-", "blocks.-.inner": 256, "blocks.*.rope.theta": 1e6}),
         ("lfm2", {"block_auto_adjust_ff_dim": False}, {"blocks.-.inner": 96, "tied_embedding": True}),
         ("lfm2", {"block_ffn_dim_multiplier": None, "block_ff_dim": 9}, {"blocks.-.inner": 6}),
+        ("olmo", {}, {"pattern": "D-D-D-*F", "blocks.D.key_dim": 12, "blocks.D.value_dim": 24}),
+        ("olmo", {}, {"blocks.D.key_heads": 4, "blocks.D.norm_eps": 1e-5, "blocks.F.norm_after": True}),
+        ("olmo", {"num_hidden_layers": 2}, {"pattern": "D-*F", "blocks.D.negative_eigenvalues": True}),
+        ("olmo", {"rope_parameters": {"rope_theta": 5e5}}, {"blocks.*.rope.theta": 5e5}),
+        ("olmo", {"head_dim": 10}, {"blocks.*.rope.theta": 0.0, "blocks.*.head_dim": 10}),
+        ("olmo", {"rope_parameters": None}, {"blocks.*.rope.theta": 1e4}),
+        ("olmo", {"linear_allow_neg_eigval": False}, {"blocks.D.negative_eigenvalues": False}),
         (
             "lfm2",
             {"tie_embedding": False, "full_attn_idxs": None},
@@ -106,6 +119,8 @@ def test_what_is_not_computed_is_refused(name: str, changed: dict[str, Any], sai
         ("bamba", "M", {"head_dim": 12}, "96 features together; expected a multiple of model.llm.dim, 64"),
         ("falcon", "H", {"attention_in": 2.0, "mamba_in": 0.5}, ""),
         ("lfm2", "C", {"inner": 32}, "blocks.C.inner: 32"),
+        ("olmo", "*", {"norm_after": False}, "blocks.\\*.norm_after: False"),
+        ("olmo", "F", {"inner": 5}, "has one intermediate_size for all kinds of blocks"),
     ],
 )
 def test_what_a_family_cannot_hold_is_refused(name: str, letter: str, settings: Any, said: str) -> None:
@@ -115,3 +130,23 @@ def test_what_a_family_cannot_hold_is_refused(name: str, letter: str, settings: 
         return
     with pytest.raises(UserError, match=said):
         decoder.write(llm)
+
+
+def test_what_the_library_saves_of_olmo_hybrid_is_what_its_authors_publish(tmp_path: Path) -> None:
+    """The library has one name for two norms, and cuts all taps of a convolution into three equal parts. An
+    export has the published form, with such an original too."""
+
+    def change(_: dict[str, Any], named: dict[str, np.ndarray]) -> None:
+        norm = "model.layers.1.post_attention_layernorm.weight"
+        named[norm.replace("post_attention_layernorm", "feedforward_layer_norm")] = named.pop(norm)
+        for layer in (0, 2):
+            taps = [f"model.layers.{layer}.linear_attn.{part}_conv1d.weight" for part in "qkv"]
+            cut = np.array_split(np.concatenate([named[name] for name in taps]), (22, 44))
+            named |= {name: np.ascontiguousarray(x) for name, x in zip(taps, cut, strict=True)}
+
+    published = write_published("olmo_hybrid", tmp_path / "published")
+    saved = change_published(write_published("olmo_hybrid", tmp_path / "saved"), change)
+    import_weights([str(saved)], tmp_path / "imported")
+    for number, like in enumerate((None, saved, published)):
+        (out,) = export_weights(tmp_path / "imported", tmp_path / f"out-{number}", like=like)
+        assert_identical(tensors(out), tensors(published))

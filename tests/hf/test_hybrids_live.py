@@ -17,7 +17,16 @@ from tests.helpers import assert_same
 from tests.hf.published import Published, assert_identical, tensors
 
 ROOT = Path(__file__).parents[2]
-FAMILIES = ("qwen3_5", "qwen3_5_moe", "bamba", "granitemoehybrid", "falcon_h1", "lfm2", "kimi_linear")
+FAMILIES = (
+    "qwen3_5",
+    "qwen3_5_moe",
+    "bamba",
+    "granitemoehybrid",
+    "falcon_h1",
+    "lfm2",
+    "kimi_linear",
+    "olmo_hybrid",
+)
 SEEDS = (11, 12, 13, 14)
 pytestmark = pytest.mark.nightly
 

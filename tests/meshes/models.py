@@ -162,6 +162,14 @@ def kimi_linear(llm: LLMConfig, pattern: str = "K-LEK-KE") -> LLMConfig:
     return with_pattern(llm.with_settings("L", rope=RopeConfig(), q_lora_rank=0), pattern)
 
 
+def olmo_hybrid(llm: LLMConfig, pattern: str = "D-*FD-*F") -> LLMConfig:
+    """The decoder with OLMo Hybrid's blocks. One head of keys is shared by all of attention's."""
+    llm = qwen3_next(llm, "D*-").with_settings("*", gate=False, joint_norm=True, kv_heads=1, norm_after=True)
+    llm = llm.with_settings("D", negative_eigenvalues=True, norm_eps=1e-4)
+    llm = replace(llm, blocks={**llm.blocks, "F": replace(value_at(llm, "blocks.-"), norm_after=True)})
+    return with_pattern(llm, pattern, norm_zero_centred=False)
+
+
 def mixed(llm: LLMConfig, pattern: str = "DKLWHE*C-") -> LLMConfig:
     """The decoder with all of these families' blocks and options, each once."""
     both = falcon_h1(llm, "H-", norm="before_gate", bias=True, conv_bias=False).blocks["H"]
@@ -170,5 +178,7 @@ def mixed(llm: LLMConfig, pattern: str = "DKLWHE*C-") -> LLMConfig:
     llm = replace(llm, blocks={**llm.blocks, "K": delta})
     llm = llm.with_settings("*WL", rope=replace(LATENT.rope, fraction=0.5))
     llm = llm.with_settings("-E", form="clamped_swiglu").with_settings("E", shared_inner=24)
+    llm = llm.with_settings("W-", norm_after=True).with_settings("W", joint_norm=True)
+    llm = llm.with_settings("D", negative_eigenvalues=True, norm_eps=1e-4)
     llm = replace(llm, blocks={**llm.blocks, "H": both, "C": ShortConv(inner=llm.dim, conv=4, bias=True)})
     return with_pattern(with_value(llm, "blocks.E.router.scores", "sigmoid"), pattern)

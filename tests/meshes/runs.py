@@ -18,6 +18,7 @@ from tests.meshes.models import (
     granite4,
     kimi_linear,
     lfm2,
+    olmo_hybrid,
     qwen3,
     qwen3_next,
     with_pattern,
@@ -101,6 +102,7 @@ FAMILIES: dict[str, tuple[Change, ...]] = {
     "granite4": (granite4,) * 3,
     "falcon_h1": (falcon_h1, partial(falcon_h1, norm="before_gate"), falcon_h1),
     "lfm2": (lfm2,) * 3,
+    "olmo_hybrid": (olmo_hybrid,) * 3,
 }
 """The change of the decoder in each run with a family's blocks."""
 CHOSEN = ((MeshConfig(1, 2, 2, 2), 1), (MeshConfig(2, 2, 1, 2), 0), (MeshConfig(1, 4, 1, 2), 1))

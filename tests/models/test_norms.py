@@ -8,7 +8,7 @@ import pytest
 from flax import nnx
 
 from jaxthd.config import LLMConfig
-from jaxthd.models.blocks import MLP
+from jaxthd.models.blocks import MLP, Attention, Parallel
 from jaxthd.models.hybrid import Block
 from jaxthd.packing.segments import make_segments
 
@@ -50,3 +50,16 @@ def test_norms_and_the_residual_scale_are_the_block_s(kind: type[MLP]):
     )
     np.testing.assert_allclose(block(x, segments)[0], want, rtol=2e-5, atol=2e-5)
     assert (block.norm is None, block.norm_after is None) == (kind is After, kind is MLP)
+
+
+def test_a_setting_says_that_a_layer_s_norm_is_after_it() -> None:
+    attention = Attention(norm_after=True)
+    blocks = (
+        MLP(norm_after=True),
+        attention,
+        Parallel(self_attention=attention),
+        MLP(),
+        Attention(),
+        Parallel(),
+    )
+    assert [block.norms for block in blocks] == ["after"] * 3 + ["before"] * 3

@@ -9,6 +9,8 @@ As text_models.py says, with the same keys and names; about half a minute.
     falcon_h1           no norm in Mamba2, which is wider than the model; all factors
     falcon_h1_norm      a norm of three groups before the gate, biases everywhere, the head tied
     lfm2                biases of convolutions, an MLP whose width follows from the fields
+    olmo_hybrid         norms before and after, negative eigenvalues, no positions
+    olmo_hybrid_rotary  biases of attention, rotary positions, a tied head, rates of at most 1
     granite_dense       MLPs alone, rotary positions, biases of attention, a head narrower than its share
 """
 
@@ -51,6 +53,24 @@ FALCON: dict[str, Any] = {
     "ssm_in_multiplier": 0.9,
     "ssm_out_multiplier": 1.4,
     "ssm_multipliers": [0.7, 1.2, 0.8, 1.1, 1.5],
+}
+OLMO: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 24,
+    "intermediate_size": 39,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 7,
+    "linear_value_head_dim": 9,
+    "linear_conv_kernel_dim": 3,
+    "rms_norm_eps": 1e-4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    "pad_token_id": None,
+    "eos_token_id": 2,
 }
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "bamba": (
@@ -108,6 +128,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
             "conv_L_cache": 4,
             "conv_bias": True,
             "pad_token_id": None,
+        },
+    ),
+    "olmo_hybrid": ("OlmoHybrid", OLMO),
+    "olmo_hybrid_rotary": (
+        "OlmoHybrid",
+        {
+            **OLMO,
+            "attention_bias": True,
+            "linear_allow_neg_eigval": False,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e3},
+            "tie_word_embeddings": True,
         },
     ),
     "falcon_h1": (

@@ -212,6 +212,28 @@ def kimi_linear(draw: Draw) -> dict[str, Any]:
     }
 
 
+def olmo_hybrid(draw: Draw) -> dict[str, Any]:
+    """Fields of OLMo Hybrid."""
+    heads = _heads(draw)
+    return {
+        "vocab_size": draw.randint(30, 60),
+        "hidden_size": heads["num_attention_heads"] * 2 * draw.randint(2, 6),
+        "intermediate_size": draw.randint(5, 40),
+        **heads,
+        **_heads(draw, "linear_num_key_heads", "linear_num_value_heads"),
+        "linear_key_head_dim": draw.randint(1, 19),
+        "linear_value_head_dim": draw.randint(1, 19),
+        "linear_conv_kernel_dim": draw.randint(2, 4),
+        "linear_allow_neg_eigval": draw.random() < 0.7,
+        "attention_bias": draw.random() < 0.5,
+        "rope_parameters": draw.choice(({"rope_type": "default", "rope_theta": None}, _rope(draw))),
+        "rms_norm_eps": draw.choice((1e-6, 1e-5)),
+        "tie_word_embeddings": draw.random() < 0.5,
+        **NO_TOKENS,
+        **_types(draw),
+    }
+
+
 DRAWN: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "qwen3_5": ("Qwen3_5", qwen3_5),
     "qwen3_5_moe": ("Qwen3_5Moe", qwen3_5_moe),
@@ -220,6 +242,7 @@ DRAWN: dict[str, tuple[str, Callable[[Draw], dict[str, Any]]]] = {
     "falcon_h1": ("FalconH1", falcon_h1),
     "lfm2": ("Lfm2", lfm2),
     "kimi_linear": ("KimiLinear", kimi_linear),
+    "olmo_hybrid": ("OlmoHybrid", olmo_hybrid),
 }
 """The library's class, without its ending, and what draws the fields of its config."""
 

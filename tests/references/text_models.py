@@ -54,7 +54,7 @@ from typing import Any
 import numpy as np
 import torch
 import transformers
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from tests.references.common import (
@@ -415,13 +415,18 @@ SCORES = {"NemotronH": biased_sigmoid, "DeepseekV3": groups_and_experts, "KimiLi
 
 
 RENAMED = {
+    "KimiLinear": {"forget_gate.": "", ".mlp.": ".block_sparse_moe."},
+    "OlmoHybrid": {
+        "input_layernorm": "attention_layer_norm",
+        "post_attention_layernorm": "feedforward_layer_norm",
+    },
     "GraniteMoeHybrid": {
         "experts.gate_up_proj": "input_linear.weight",
         "experts.down_proj": "output_linear.weight",
         "router.weight": "router.layer.weight",
-    }
+    },
 }
-"""Ends of the library's names in memory -> those on disk, where these are others."""
+"""Parts of the library's names in memory -> those on disk, where these are others."""
 
 
 def on_disk(named: dict[str, torch.Tensor], kind: str = "NemotronH") -> Arrays:
@@ -436,12 +441,11 @@ def on_disk(named: dict[str, torch.Tensor], kind: str = "NemotronH") -> Arrays:
             name = name.replace("model.", "backbone.", 1)
         for ours, theirs in RENAMED.get(kind, {}).items():
             name = name.replace(ours, theirs)
-        if name.endswith("self_attn.conv1d.weight"):  # KimiLinear's queries, keys and values
-            parts = zip("qkv", np.split(array, 3), strict=True)
+        if kind in ("KimiLinear", "OlmoHybrid") and name.endswith("conv1d.weight"):
+            rows = [len(named[name.replace("conv1d", f"{part}_proj")]) for part in "qkv"]
+            parts = zip("qkv", np.split(array, np.cumsum(rows)[:-1]), strict=True)
             out |= {name.replace("conv1d", f"{part}_conv1d"): each for part, each in parts}
             continue
-        if kind == "KimiLinear":
-            name = name.replace("forget_gate.", "").replace(".mlp.", ".block_sparse_moe.")
         if ".experts." not in name or kind == "GptOss":
             out[name] = array
             continue
@@ -450,6 +454,22 @@ def on_disk(named: dict[str, torch.Tensor], kind: str = "NemotronH") -> Arrays:
         for expert, matrices in enumerate(array):
             split = zip(parts, np.split(matrices, len(parts)), strict=True)
             out |= {f"{head}.experts.{expert}.{names[part]}.weight": each for part, each in split}
+    return out
+
+
+def as_published(saved: Arrays) -> Arrays:
+    """Tensors of OLMo Hybrid as its authors publish them, where the library saves them otherwise: with the
+    norm after attention under the name of another, and all taps of a convolution in three equal parts."""
+    out: Arrays = {}
+    for name, x in saved.items():
+        layer, part, _ = name.partition("feedforward_layer_norm")
+        is_after = part and f"{layer}post_feedforward_layernorm.weight" in saved
+        out[f"{layer}post_attention_layernorm.weight" if is_after else name] = x
+    for head in [name.removesuffix("q_conv1d.weight") for name in saved if "q_conv1d" in name]:
+        names = [f"{head}{part}_conv1d.weight" for part in "qkv"]
+        rows = np.cumsum([len(saved[f"{head}{part}_proj.weight"]) for part in "qkv"])
+        pieces = np.split(np.concatenate([saved[name] for name in names]), rows[:-1])
+        out |= {name: np.ascontiguousarray(x) for name, x in zip(names, pieces, strict=True)}
     return out
 
 
@@ -498,6 +518,9 @@ def reference(kind: str, fields: dict[str, Any], seed: int, folder: Path) -> Arr
     randomize(model) if kind == "NemotronH" else randomize_others(model, kind)
     model.save_pretrained(folder)
     weights = load_file(folder / "model.safetensors")
+    if kind == "OlmoHybrid":
+        weights = as_published(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     margins = watched(model, SCORES.get(kind, softmax))
     seen = watch_mixers(model) if kind == "NemotronH" else {}
     out = {"config": np.asarray((folder / "config.json").read_text())}
@@ -512,6 +535,7 @@ def reference(kind: str, fields: dict[str, Any], seed: int, folder: Path) -> Arr
             out |= {k: v.detach().numpy().copy() for k, v in seen.items()}
     loss.backward()
     named = on_disk(gradients(model), kind)
+    named = as_published(named) if kind == "OlmoHybrid" else named
     named = {k: v for k, v in named.items() if k in weights}  # a tied head is none
     assert {k for k in weights if not k.endswith("e_score_correction_bias")} == named.keys()
     out |= {f"grad.{k}": v for k, v in named.items()}

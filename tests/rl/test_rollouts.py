@@ -38,7 +38,7 @@ from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.scoring import make_scoring_step
 from jaxthd.steps.state import state_shardings
 from tests.clips import clip_of
-from tests.meshes.models import falcon_h1, gpt_oss, granite4, kimi_linear, lfm2
+from tests.meshes.models import falcon_h1, gpt_oss, granite4, kimi_linear, lfm2, olmo_hybrid
 from tests.weights import random_state
 
 NEW, GROUP, VOCAB, ALONE = 16, 3, 264, 160
@@ -251,7 +251,7 @@ def test_windows_of_places_that_are_refilled(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("change", [granite4, falcon_h1, lfm2, kimi_linear])
+@pytest.mark.parametrize("change", [granite4, falcon_h1, lfm2, kimi_linear, olmo_hybrid])
 def test_hybrids_are_drawn_as_they_are_trained(
     change: Callable[[LLMConfig], LLMConfig], monkeypatch: pytest.MonkeyPatch, record_property
 ) -> None:

@@ -65,6 +65,10 @@ class Attention(Block):
     rope: RopeConfig = field(default_factory=RopeConfig)
     qk_norm: bool = False
     """Whether queries and keys are normalised, each head by itself (Qwen3)."""
+    joint_norm: bool = False
+    """Whether that norm is over all heads together (OLMo 2)."""
+    norm_after: bool = False
+    """Whether the layer's RMSNorm is not before the block, but of what it adds to the residual (OLMo 2)."""
     window: Index = 0
     """Tokens that a token sees: itself and those before it (GPT-OSS: 128); 0: all before it."""
     sinks: bool = False
@@ -84,7 +88,11 @@ class Attention(Block):
 
     @property
     def without_effect(self) -> tuple[str, ...]:
-        return () if self.bias else ("out_bias",)
+        return (*(() if self.bias else ("out_bias",)), *(() if self.qk_norm else ("joint_norm",)))
+
+    @property
+    def norms(self) -> Literal["before", "after", "both"]:
+        return "after" if self.norm_after else "before"
 
     @property
     def label(self) -> str:
@@ -140,11 +148,18 @@ class AttentionMixer(nnx.Module):
         self.v = Linear(llm.dim, values, init, bias=bias, sharded_out=shared)
         self.out = Linear(inner, llm.dim, init, bias=out_bias, std=residual_std(inner, llm), sharded_in=heads)
         self.gate = Linear(llm.dim, inner, init, sharded_out=heads) if block.gate else None
+        self.joint_norm = block.joint_norm
         self.q_norm, self.k_norm = (
-            RMSNorm(block.head_dim, llm.norm_eps, init, zero_centred=llm.norm_zero_centred)
+            RMSNorm(
+                block.head_dim * (units.units if block.joint_norm else 1),
+                llm.norm_eps,
+                init,
+                sharded=units if block.joint_norm else None,
+                zero_centred=llm.norm_zero_centred,
+            )
             if block.qk_norm
             else None
-            for _ in "qk"
+            for units in (heads, shared)
         )
         self.sinks = init.zeros((block.heads,), (heads,)) if block.sinks else None
         self.head_dim, self.rope, self.window = block.head_dim, block.rope, block.window
@@ -217,10 +232,18 @@ class AttentionMixer(nnx.Module):
         """Queries, keys and values of tokens at these positions of their documents."""
         q, k, v = (f(x_ND).reshape(len(x_ND), -1, self.head_dim) for f in (self.q, self.k, self.v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm.of_heads(q), self.k_norm.of_heads(k)
+            q, k = self._normed(self.q_norm, q), self._normed(self.k_norm, k)
         if self.rope.theta:
             q, k = (rotated(x, positions_N, self.rope) for x in (q, k))
         return q, k, v
+
+    def _normed(self, norm: RMSNorm, x_NHd: Array) -> Array:
+        """Queries or keys, each head by itself or all heads together."""
+        return (
+            norm(x_NHd.reshape(len(x_NHd), -1)).reshape(x_NHd.shape)
+            if self.joint_norm
+            else norm.of_heads(x_NHd)
+        )
 
     def _attend(self, x_ND: Array, q_NHd: Array, k_NKd: Array, v_NKd: Array, segments: Segments) -> Array:
         o_NHd = packed_attention(

@@ -60,6 +60,11 @@ class GatedDelta(Block):
     """Dim of a value head."""
     conv: int = 4
     """Taps of the causal convolution over queries, keys and values."""
+    negative_eigenvalues: bool = False
+    """Whether rates are up to 2, not 1, so that what a token leaves of the state along its key may have the
+    other sign (Grazzi et al., 2025; OLMo Hybrid)."""
+    norm_eps: float = 0.0
+    """Epsilon of the norm of the heads' outputs (OLMo Hybrid: 1e-5); 0: the decoder's."""
 
     @property
     def keys(self) -> int:
@@ -128,10 +133,11 @@ class DeltaMixer(nnx.Module):
         rate_H = 16 * jax.random.uniform(init.next_key(), (delta.value_heads,), minval=1e-3)
         self.a_log = init.param(jnp.log(rate_H), (heads,))
         self.dt_bias = init.ones((delta.value_heads,), (heads,))
-        self.norm = RMSNorm(delta.value_dim, llm.norm_eps, init)
+        self.norm = RMSNorm(delta.value_dim, delta.norm_eps or llm.norm_eps, init)
         self.out = Linear(delta.inner, llm.dim, init, std=residual_std(delta.inner, llm), sharded_in=heads)
         self.key_dim, self.value_dim = delta.key_dim, delta.value_dim
         self.groups, self.mesh = groups, init.mesh
+        self.largest_rate = 2.0 if delta.negative_eigenvalues else 1.0
         self.chunk = min(compute.blocks.scan, LONGEST_CHUNK)
 
     def __call__(self, x_ND: Float[Array, "N D"], segments: Segments) -> Float[Array, "N D"]:
@@ -193,7 +199,7 @@ class DeltaMixer(nnx.Module):
         return -jnp.exp(self.a_log[...].astype(acc)) * step_NH
 
     def _rates(self, x_ND: Array) -> Array:
-        return jax.nn.sigmoid(self.rate(x_ND).astype(accumulation_dtype(x_ND)))
+        return self.largest_rate * jax.nn.sigmoid(self.rate(x_ND).astype(accumulation_dtype(x_ND)))
 
     def _by_head(self, convolved_NC: Array, decay: Array, rate_NH: Array) -> DeltaInputs:
         """convolved_NC: q, k and v side by side."""

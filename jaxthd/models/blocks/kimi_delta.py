@@ -110,7 +110,7 @@ class KimiDeltaMixer(DeltaMixer):
         self.norm = RMSNorm(block.head_dim, llm.norm_eps, init)
         self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
         self.key_dim = self.value_dim = block.head_dim
-        self.groups, self.mesh = heads, init.mesh
+        self.groups, self.mesh, self.largest_rate = heads, init.mesh, 1.0
         self.chunk = min(compute.blocks.scan, LONGEST_CHUNK)
 
     def _decays(self, x_ND: Array) -> Array:

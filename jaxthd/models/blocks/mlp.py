@@ -83,6 +83,12 @@ class MLP(FFN):
     kind: Annotated[Literal["mlp"], DERIVED] = "mlp"
     factors: tuple[float, float] = (1.0, 1.0)
     """Factors on the gate, inside the activation, and on the output (Falcon-H1: mlp_multipliers)."""
+    norm_after: bool = False
+    """Whether the layer's RMSNorm is not before the block, but of what it adds to the residual (OLMo 2)."""
+
+    @property
+    def norms(self) -> Literal["before", "after", "both"]:
+        return "after" if self.norm_after else "before"
 
     def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "MLPMixer":
         return MLPMixer(self, llm, init, compute)

@@ -55,6 +55,10 @@ class Parallel(Block):
     mamba_out: float = 1.0
     """Factor on Mamba2's output (Falcon-H1: ssm_out_multiplier)."""
 
+    @property
+    def norms(self) -> Literal["before", "after", "both"]:
+        return self.self_attention.norms
+
     def build(self, llm: LLMConfig, init: Init | nnx.Rngs, compute: ComputeConfig) -> "ParallelMixer":
         return ParallelMixer(self, llm, init, compute)
 
