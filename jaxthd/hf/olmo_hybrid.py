@@ -42,7 +42,7 @@ class OlmoHybrid(Decoder):
         found = {name: x for name, x in fields.items() if x is not None}
         keys = found.setdefault("linear_num_key_heads", heads)
         found.setdefault("linear_num_value_heads", heads)
-        key_dim = found.setdefault("linear_key_head_dim", int(0.75 * dim / keys))
+        key_dim = found.setdefault("linear_key_head_dim", int(0.75 * dim / max(keys, 1)))
         found.setdefault("linear_value_head_dim", 2 * key_dim)
         return found
 
