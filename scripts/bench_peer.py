@@ -4,9 +4,9 @@ against transformers' speech LLMs.
     python scripts/bench_peer.py --manifest MANIFEST --python-reference PYTHON [--check] [--models NAME ...]
 
 PYTHON has nemo-toolkit[asr] 3.0.0, torch and transformers; torch and transformers 5.24 alone for --models of
-FAMILIES (granite_speech needs torchaudio too). MANIFEST may be several; `synthetic` is the speech
-of the first run. --shapes: the data as it is (`short`), with recordings joined to 24 s (`long`), with texts
-of six times the length (`talkative`). Takes about 15 minutes for each model and shape on two idle cores.
+FAMILIES (granite_speech needs torchaudio too). MANIFEST may be several; `synthetic` is the speech of the
+first run. --shapes: the data as it is (`short`), with recordings joined to 24 s (`long`), with texts of six
+times the length (`talkative`). Takes about 15 minutes for each model and shape on two idle cores.
 
 Both sides train the same model from the same weights on the same documents, in float32: log-mel features,
 encoder, decoder, loss, clipping, AdamW. The models (MODELS) are FastConformer before Qwen3, which is NeMo's

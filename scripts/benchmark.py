@@ -10,6 +10,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, zip_longest
 from operator import attrgetter
 from pathlib import Path
@@ -20,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from jaxthd.config import Config
 from jaxthd.config.values import with_value
 from jaxthd.terminal.tables import size_text, table
+from scripts.peer_process import children
 
 __all__ = [
     "Claim",
@@ -165,21 +167,19 @@ def memory(program: Any) -> int:
 
 
 class Used(NamedTuple):
-    """What this process and its children use: bytes of resident memory, and seconds of cores so far."""
+    """resident: bytes of memory of this process and its children. seconds: theirs on cores so far."""
 
     resident: int
     seconds: float
 
 
 def used() -> Used:
-    """Returns what this process and its children use, from /proc."""
+    """Returns the use of this process and its children, from /proc."""
     pages = ticks = 0
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
+    for process in (os.getpid(), *children(os.getpid())):
+        folder = Path(f"/proc/{process}")
+        with suppress(OSError):  # it has just ended
             stat = (folder / "stat").read_text().rpartition(")")[2].split()
-            if os.getpid() in (int(stat[1]), int(folder.name)):
-                pages += int((folder / "statm").read_text().split()[1])
-                ticks += int(stat[11]) + int(stat[12])
-        except OSError:
-            continue  # it has just ended
+            pages += int((folder / "statm").read_text().split()[1])
+            ticks += int(stat[11]) + int(stat[12])
     return Used(pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK"))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -99,15 +99,18 @@ def require_modules(python: str, modules: str) -> None:
 
 
 def children(pid: int) -> list[int]:
-    """Of a process, with theirs."""
-    own = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [found for child in map(int, own) for found in (child, *children(child))]
+    """The processes that any thread of a process has started, and theirs."""
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the thread has just ended
+            found += map(int, task.read_text().split())
+    return found + [each for child in found for each in children(child)]
 
 
 @contextmanager
 def workers_run() -> Iterator[None]:
-    """Lets this process's children run, and stops them behind: they do not work while another is measured."""
-
+    """Lets this process's children run inside, and stops them at the end: none works while another process is
+    measured."""
     _tell_children(signal.SIGCONT)
     try:
         yield

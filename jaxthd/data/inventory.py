@@ -30,6 +30,7 @@ SECONDS = 60.0
 THREADS = 16
 """Headers that are read at the same time: disks and networks make each of them wait."""
 FILE = "inventory.json"
+"""The file of a run with the counts of its data sets."""
 BATCH = 64 * THREADS
 """Items between two looks at the clock: 0.1 s of headers on a local disk."""
 

@@ -211,6 +211,11 @@ def _write(file: int, content: bytes | memoryview, at: int) -> int:
     while len(view):
         done = os.pwrite(file, view, at)
         at, view = at + done, view[done:]
+    return _aligned(at)
+
+
+def _aligned(at: int) -> int:
+    """The first position from here on at which an array may begin."""
     return -(-at // _ALIGN) * _ALIGN
 
 
@@ -218,8 +223,8 @@ def _mapped(file: int, size: int) -> Any:
     """The value that `_written` wrote. Its arrays are the file's pages, and copies of those written to."""
     memory = memoryview(mmap.mmap(file, 0, access=mmap.ACCESS_COPY))
     pickled, sizes = pickle.loads(memory[:size])
-    arrays, at = [], -(-size // _ALIGN) * _ALIGN
+    arrays, at = [], _aligned(size)
     for length in sizes:
         arrays.append(memory[at : at + length])
-        at = -(-(at + length) // _ALIGN) * _ALIGN
+        at = _aligned(at + length)
     return pickle.loads(pickled, buffers=arrays)

@@ -139,10 +139,10 @@ class _Worker:
 def serve(parent: Connection) -> None:
     """Answers each request (n, load, items) with ([load(*item) for item in items], "") or (None, the error).
 
-    load: function number n in the first request that uses it, None afterwards. Its `ahead`, if it has one, is
-    called with the items of a request before. Before any request, one answer
-    is sent to say that the process has started. Requests and answers are pickled. Raises EOFError or OSError
-    once the parent has ended.
+    load: function number n in the first request that uses it, None afterwards. If it has a method `ahead`,
+    that is called first, with all items of the request. Before any request, one answer is sent to say that
+    the process has started. Requests and answers are pickled. Raises EOFError or OSError once the parent has
+    ended.
     """
     loads: dict[int, Any] = {}
     parent.send_bytes(b"")

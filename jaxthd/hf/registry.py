@@ -115,12 +115,10 @@ def export_families(
 
 def _first_alike(families: Sequence[Family], like: Family | None) -> list[Family]:
     """The families, that of an original first, as its files complete it (Family.opened)."""
-
-    def is_of_original(family: Family) -> bool:
-        return like is not None and (family.format, family.title) == (like.format, like.title)
-
-    first = [like for family in families if like and is_of_original(family)]
-    return [*first, *(family for family in families if not is_of_original(family))]
+    if like is None:
+        return list(families)
+    others = [x for x in families if (x.format, x.title) != (like.format, like.title)]
+    return others if len(others) == len(families) else [like, *others]
 
 
 def _first_fitting(families: Sequence[Family], model: ModelConfig) -> Family:

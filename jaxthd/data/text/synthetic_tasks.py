@@ -1,4 +1,4 @@
-"""What the recordings of each synthetic set say, and what their lines ask and answer.
+"""Tasks of the synthetic sets: the words of a recording, and what its line asks and answers.
 
 A task draws from random numbers and the split, "train" or "validation". What a recording of the one split
 says, if it is two words or more, no recording of the other does; but there are only a hundred sums.

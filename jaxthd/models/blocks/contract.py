@@ -9,6 +9,7 @@ Legend: N tokens of this rank, D model dim, E experts; in decoding n documents o
 import math
 from typing import NamedTuple, Protocol, runtime_checkable
 
+import jax.numpy as jnp
 from flax import nnx
 from jax import Array
 from jaxtyping import Float
@@ -90,3 +91,8 @@ class Stateless(nnx.Module):
 def residual_std(fan_in: int, llm: LLMConfig) -> float:
     """Projections back into the residual stream start smaller, against growth with depth."""
     return 1 / math.sqrt(fan_in * len(llm.letters))
+
+
+def step_bias(step: Float[Array, "..."]) -> Float[Array, "..."]:
+    """Returns the bias from which softplus makes this time step, which is above 0."""
+    return step + jnp.log(-jnp.expm1(-step))

@@ -16,7 +16,7 @@ from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.config.block import Block, PassedSizes, register_block
 from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Arrays, Table, matrix
-from jaxthd.models.blocks.contract import residual_std
+from jaxthd.models.blocks.contract import residual_std, step_bias
 from jaxthd.models.blocks.delta import LONGEST_CHUNK, DeltaMixer, taps
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.ops.numerics import accumulation_dtype
@@ -106,7 +106,7 @@ class KimiDeltaMixer(DeltaMixer):
         self.a_log = init.param(jnp.log(rate_H), (heads,))
         least, most = jnp.log(jnp.asarray(STEPS))
         step_U = jnp.exp(jax.random.uniform(init.next_key(), (inner,), minval=least, maxval=most))
-        self.dt_bias = init.param(step_U + jnp.log(-jnp.expm1(-step_U)), (heads,))  # softplus gives the step
+        self.dt_bias = init.param(step_bias(step_U), (heads,))
         self.norm = RMSNorm(block.head_dim, llm.norm_eps, init)
         self.out = Linear(inner, llm.dim, init, std=residual_std(inner, llm), sharded_in=heads)
         self.key_dim = self.value_dim = block.head_dim

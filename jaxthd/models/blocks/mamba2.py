@@ -20,7 +20,7 @@ from jaxthd.config.block import Block, PassedSizes, ScanSizes, equal_parts, regi
 from jaxthd.config.findings import Finding
 from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table, matrix, rows
-from jaxthd.models.blocks.contract import Prefilled, residual_std
+from jaxthd.models.blocks.contract import Prefilled, residual_std, step_bias
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.conv import causal_conv, last_inputs
@@ -148,7 +148,7 @@ class Mamba2Mixer(nnx.Module):
         # Time steps start log-uniform in [0.001, 0.1], decay rates uniform in [1, 16].
         uniform = jax.random.uniform(init.next_key(), (2, block.heads))
         step_H = jnp.exp(math.log(1e-3) + uniform[0] * math.log(100))
-        self.dt_bias = init.param(step_H + jnp.log(-jnp.expm1(-step_H)), (heads,))
+        self.dt_bias = init.param(step_bias(step_H), (heads,))
         self.a_log = init.param(jnp.log(1 + 15 * uniform[1]), (heads,))
         self.d = init.ones((block.heads,), (heads,))
         norm = RMSNorm(inner, llm.norm_eps, init, groups=block.groups, sharded=heads)
