@@ -17,6 +17,7 @@ from escaping import escaped  # noqa: E402
 import jaxthd  # noqa: E402
 
 API, COMMANDS, CONFIGS = "reference/api.md", "reference/commands.md", "reference/configs.md"
+RECIPES = "reference/recipes.md"
 TOPICS = {
     "config": "Configuration",
     "files": "Configuration",
@@ -60,6 +61,7 @@ def on_files(files: Any, config: Any) -> Any:
 
     pages = {API: api_page(), COMMANDS: commands_page(), CONFIGS: configs_page()}
     pages["index.md"] = home((ROOT / "README.md").read_text())
+    pages[RECIPES] = recipes_page()
     for path, text in pages.items():
         files.append(File.generated(config, path, content=text))
     return files
@@ -68,9 +70,10 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """The page as Python-Markdown reads it, which knows neither \\< nor, inside the code of a table, \\|.
 
-    Links to config files lead to their page. Comments, which are for scripts, are left out.
+    Links to config files and recipes lead to their pages. Comments, which are for scripts, are left out.
     """
     text = re.sub(r"\]\(\.\./configs/(\w+)\.py\)", rf"]({CONFIGS}#\1)", markdown)
+    text = text.replace("](../configs/recipes/README.md)", f"]({RECIPES})")
     text = re.sub(r"^<!--.*?-->\n", "\n", text, flags=re.M | re.S).replace("\\<", "&lt;")
     return re.sub(r"^\|.*$", lambda row: re.sub(r"`[^`]*`", code_in_table, row[0]), text, flags=re.M)
 
@@ -122,3 +125,8 @@ def configs_page() -> str:
         for path in sorted((ROOT / "configs").glob("*.py"))
     ]
     return "\n".join([CONFIGS_HEAD, *sections])
+
+
+def recipes_page() -> str:
+    """The README of the recipes, with its links to docs/ as links from the folder of this page."""
+    return (ROOT / "configs" / "recipes" / "README.md").read_text().replace("](../../docs/", "](../")

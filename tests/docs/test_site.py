@@ -1,6 +1,7 @@
 """The site lists every page, and shows what the pages hold. `.ci/run` builds it with --strict."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -34,10 +35,28 @@ def pages_of(node: Any) -> list[str]:
 
 def test_the_navigation_has_every_page_once() -> None:
     listed = pages_of(yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"])
-    made = ["index.md", HOOKS.API, HOOKS.COMMANDS, HOOKS.CONFIGS]
+    made = ["index.md", HOOKS.API, HOOKS.COMMANDS, HOOKS.CONFIGS, HOOKS.RECIPES]
     pages = [page.relative_to(ROOT / "docs") for page in (ROOT / "docs").rglob("*.md")]
     shown = [page.as_posix() for page in pages if page.parts[0] != "claims"]
     assert sorted(listed) == sorted([*made, *shown])
+
+
+def test_links_to_files_lead_to_pages_of_the_site() -> None:
+    """`mkdocs build --strict` ends with an error at a link to a file that the site does not hold."""
+    pages = {
+        page: (ROOT / "docs" / page)
+        for page in pages_of(yaml.safe_load((SITE / "mkdocs.yml").read_text())["nav"])
+    }
+    texts = {page: path.read_text() for page, path in pages.items() if path.exists()}
+    texts[HOOKS.RECIPES] = HOOKS.recipes_page()
+    texts["index.md"] = HOOKS.home((ROOT / "README.md").read_text())
+    lost = []
+    for page, text in texts.items():
+        for target in re.findall(r"\]\(([^)#\s:]+)(?:#[^)]*)?\)", HOOKS.on_page_markdown(text)):
+            path = os.path.normpath(Path(page).parent / target)
+            if path not in pages and not (ROOT / "docs" / path).is_file():
+                lost.append((page, target))
+    assert not lost
 
 
 def test_the_reference_has_every_public_name_below_the_module_that_defines_it() -> None:
@@ -53,6 +72,7 @@ def test_the_reference_has_every_public_name_below_the_module_that_defines_it() 
     ("page", "site"),
     [
         ("[a](../configs/cp2.py)", "[a](reference/configs.md#cp2)"),
+        ("[a](../configs/recipes/README.md)", "[a](reference/recipes.md)"),
         ("<!-- claims: five -->\n| a | b |\n", "\n| a | b |\n"),
         ("| `str \\| int` | a \\| b, \\<c> |", "| `str | int` | a \\| b, &lt;c> |"),
         ("`a \\| b` outside of a table", "`a \\| b` outside of a table"),
