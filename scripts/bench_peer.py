@@ -25,10 +25,10 @@ clock starts. The peer's ways are measured one by one. Then jaxthd's and the fas
 stretch each, --rounds times; a rate is the median over the stretches. No other process is there: with six of
 the peer's asleep beside it, jaxthd was a seventh slower on a machine of 24 GiB, and the peer was not. The
 processes that load jaxthd's batches are stopped while the peer is measured: each side pays for its own.
-`peak` is the highest resident memory of the process over what it had before its model was made, with the
-processes that load jaxthd's batches. The matrix rate is measured before each stretch. `MFLOP a token` are
-what the model must compute, without padding and recomputation; `done` is what torch counts of the peer,
-padding included.
+`peak` is the highest resident memory of a process that compiles the step and trains, over what it had before
+its model was made, with the processes that load jaxthd's batches. The matrix rate is measured before each
+stretch. `MFLOP a token` are what the model must compute, without padding and recomputation; `done` is what
+torch counts of the peer, padding included.
 
 Beside NeMo three tables follow: where the time of a step goes, by part of the model, each side by its own
 profiler, which slows it down; the loaders alone, from the manifest to features, in items for a second of CPU
@@ -133,6 +133,26 @@ def measured(ways: dict[str, Process], rounds: int) -> dict[str, Way]:
     return {name: way(name) for name in ways}
 
 
+def agreement(folder: Path, python: str, best: str, *, answers: bool) -> tuple[list[float], float]:
+    """([share of equal tokens of greedy answers], largest relative difference of losses and gradient norms).
+
+    best: the peer's way. Both sides run in processes of their own, which do not train: training changes the
+    peer's weights and its BatchNorm's statistics, and what is kept of these programs' memory is no step's.
+    """
+    pair = [
+        begin(folder, sys.executable, "jaxthd", ""),
+        begin(folder, python, "peer", best.removeprefix("peer ")),
+    ]
+    same = []
+    if answers:
+        ours, theirs = (np.array(process.ask("answers")) for process in pair)
+        same.append(float(np.mean(ours == theirs)))
+    ours, theirs = (np.array(process.ask("checked")) for process in pair)
+    for process in pair:
+        process.end()
+    return same, float(np.abs(ours / theirs - 1).max())
+
+
 def show_parts(title: str, ways: dict[str, Process]) -> None:
     """Prints where the time of both sides goes."""
     from scripts.benchmark import show
@@ -189,17 +209,11 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
             alone |= measured({f"peer {way}": process}, 1)
             process.end()
         best = max(alone, key=lambda name: alone[name].rate)
+        same, apart = agreement(folder, options.python_reference, best, answers=model in MODELS)
         ours = {"defaults": "", **({"tuned": options.tuned} if options.tuned else {})}
         ways = {f"jaxthd {n}": begin(folder, sys.executable, "jaxthd", way) for n, way in ours.items()}
         ways[best] = begin(folder, options.python_reference, "peer", best.removeprefix("peer "))
         both = {name: ways[name] for name in ("jaxthd defaults", best)}
-        # First of all: training changes the peer's weights and its BatchNorm's statistics.
-        same = []
-        if model in MODELS:
-            answers = [np.array(process.ask("answers")) for process in both.values()]
-            same.append(float(np.mean(answers[0] == answers[1])))
-        checks = [process.ask("checked") for process in both.values()]
-        apart = float(np.abs(np.array(checks[0]) / np.array(checks[1]) - 1).max())
         alternating = measured(ways, options.rounds)
         found = {name: way for name, way in alternating.items() if name != best} | alone | alternating
         columns = "way|tokens/s|s of audio/s|peak, MiB|MFLOP a token|done|of matrix rate"
