@@ -42,9 +42,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, help="where it goes on; else it begins in a new one")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--fault", nargs="+", default=[], choices=list(FAULTS), help="only these")
-    names = list(dict.fromkeys(kind.name for kind in KINDS))
-    parser.add_argument("--run", nargs="+", default=names, choices=names, help="only such runs")
-    parser.add_argument("--broken", choices=list(BROKEN), help="break a copy of jaxthd in this way")
+    runs = list(dict.fromkeys(kind.name for kind in KINDS))
+    parser.add_argument("--run", nargs="+", default=runs, choices=runs, help="only such runs")
+    parser.add_argument("--broken", choices=list(BROKEN), help="a jaxthd that is broken in this way, and its fault")
     parser.add_argument("--goodput", action="store_true", help="preempt a run, and compute a day's goodput")
     parser.add_argument("--seconds", type=float, default=60.0, help="of steps between preemptions")
     options = parser.parse_args()
@@ -54,9 +54,10 @@ def main() -> None:
         if options.goodput:
             sys.exit(not goodput(folder.absolute(), options.seconds, say))
         package = broken_copy(options.broken, folder / "package") if options.broken else ROOT
+        names = options.fault or ([BROKEN[options.broken][-1]] if options.broken else [])
         soak = Soak(folder, options.seed, package, say)
         try:
-            soak.go_on(options.faults, options.fault, [kind for kind in KINDS if kind.name in options.run])
+            soak.go_on(options.faults, names, [kind for kind in KINDS if kind.name in options.run])
         finally:
             soak.close()
         lines = soak.lines

@@ -54,7 +54,7 @@ def test_a_broken_build_is_noticed(folder: Path, how: str):
     (folder / "faults.jsonl").unlink(missing_ok=True)
     soak = Soak(folder, seed=3, package=broken_copy(how, folder / "package"))
     try:
-        soak.go_on(12, [KILL] if how == "resume" else ["damaged checkpoint"], [Kind()])
+        soak.go_on(12, [BROKEN[how][-1]], [Kind()])
     finally:
         soak.close()
     assert not all(map(holds, soak.lines))

@@ -26,15 +26,15 @@ READER_SECONDS = 0.1
 class StopRequests(AbstractContextManager["StopRequests"]):
     """Says why a run should stop: a context manager, whose `listen` begins to handle signals.
 
-    It lasts until the last checkpoint is written, so that signals which follow the first (the terminal's
+    It lasts until all is written and sent, so that signals which follow the first (the terminal's
     SIGHUP and the shell's; SIGTERM after SIGUSR1) do not end the process before. Only Ctrl-C does, after any
     first signal. Outside the main thread, where Python receives no signals, none arrives.
-    max_seconds: a run should also stop so many seconds after `start` (time.monotonic(); None: now); 0: never.
+    max_seconds: a run should also stop so many seconds after `began` (time.monotonic(); None: now); 0: never.
     """
 
-    def __init__(self, max_seconds: float = 0.0, start: float | None = None) -> None:
+    def __init__(self, max_seconds: float = 0.0, began: float | None = None) -> None:
         self._max_seconds = max_seconds
-        self._start = time.monotonic() if start is None else start
+        self.began = time.monotonic() if began is None else began
         self._arrived = ""
         self._before: dict[int, Any] = {}
 
@@ -59,7 +59,7 @@ class StopRequests(AbstractContextManager["StopRequests"]):
 
         All processes call it, equally often: a signal to one of them stops all.
         """
-        is_late = bool(self._max_seconds) and time.monotonic() - self._start >= self._max_seconds
+        is_late = bool(self._max_seconds) and time.monotonic() - self.began >= self._max_seconds
         own = f"by {self._arrived}" if self._arrived else ""
         own = own or f"by train.max_seconds {self._max_seconds:g}" * is_late
         reason = next((reason for reason in exchange(own) if reason), "")

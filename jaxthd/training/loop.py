@@ -74,8 +74,9 @@ def run_training(
     workdir that is in use or holds a run of another config, after too many updates in a row that are not
     finite, and where a checkpoint cannot be saved.
     """
-    with mirrored(workdir) as folder:
-        return _run(config, folder, supplied, changes)
+    # Signals that come while the report is written, or the last is sent to a store, do not cut that off.
+    with StopRequests(config.train.max_seconds, command_began()) as stopping, mirrored(workdir) as folder:
+        return _run(config, folder, supplied, changes, stopping)
 
 
 def _run(
@@ -83,22 +84,21 @@ def _run(
     workdir: Path,
     supplied: Callable[[Run], Supplier],
     changes: Collection[str],
+    stopping: StopRequests,
 ) -> bool:
     """run_training in a folder."""
     # The workdir keeps the config as it was given: another machine may admit other kernels.
-    start = command_began()
     given = with_sizes(with_held_out(config, workdir), workdir)
     config = prepared(with_layout(given, workdir))
     with ExitStack() as stack:
         stack.enter_context(goes_on_unread())
         held = stack.enter_context(opened(workdir, given, changes))
-        account = stack.enter_context(TimeAccount(workdir, start))
+        account = stack.enter_context(TimeAccount(workdir, stopping.began))
         stack.enter_context(Watchdog(lambda: account.cause, account.stalled))
         require_same("the configuration", asdict(config))
         keep_layout(given, config, workdir)
         outputs = OutputFolder(workdir)
         data = stack.enter_context(closing(SpeechData(config, workdir)))
-        stopping = stack.enter_context(StopRequests(config.train.max_seconds, account.began))
         folder, keep, best_by = workdir / "checkpoints", config.train.keep_checkpoints, config.train.best_by
         checkpoints = stack.enter_context(Checkpoints(folder, keep, best_by, measured_by(config, data)))
         run = Run(config, Blueprint(config), make_mesh(config.mesh), data, outputs, account)

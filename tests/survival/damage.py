@@ -14,6 +14,10 @@ from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.steps.state import TrainState
 
 
+NODE = bytes.fromhex("0cdb20de")
+"""The first bytes of an index of arrays in the files of a checkpoint (a node of OCDBT's B-tree)."""
+
+
 class Row(NamedTuple):
     """A check: what was done, what came of it, and whether that may be."""
 
@@ -49,6 +53,19 @@ def damage(checkpoint: Path, rng: np.random.Generator) -> str:
         what = f"bytes {start} to {end} zeroed"
     file.write_bytes(content)
     return f"{name}: {what}"
+
+
+def flip_array(checkpoint: Path, rng: np.random.Generator) -> str:
+    """Flips a bit of an array's data, where nothing but jaxthd's checksums notices it; returns what it did."""
+    files = sorted((checkpoint / "state").rglob("d/*"))
+    # Arrays come first in a file; behind them lie indexes, most of them replaced by later ones.
+    sizes = np.array([len(p.read_bytes().partition(NODE)[0]) for p in files])
+    number = rng.choice(len(files), p=sizes / sizes.sum())
+    file, at, bit = files[number], int(rng.integers(sizes[number])), int(rng.integers(8))
+    content = bytearray(file.read_bytes())
+    content[at] ^= 1 << bit
+    file.write_bytes(content)
+    return f"{file.relative_to(checkpoint)}: bit {bit} of byte {at} of arrays flipped"
 
 
 def bits(state: TrainState) -> list[bytes]:

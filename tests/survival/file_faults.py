@@ -4,11 +4,13 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tests.survival.damage import damage
+import numpy as np
+
+from tests.survival.damage import damage, flip_array
 from tests.survival.phases import Seen
 from tests.survival.scenes import Injected, Scene, continues, ends, library, release, says, strike
 
@@ -75,17 +77,10 @@ def hung_disk(scene: Scene) -> Injected:
         return continues(scene, seen)
 
 
-def damaged(scene: Scene, truncate: bool = False) -> Injected:
+def damaged(scene: Scene, how: Callable[[Path, np.random.Generator], str] = damage) -> Injected:
     """The newest of several checkpoints of a killed run is damaged; it is restored, or the one before."""
     run, steps = scene.run, scene.run.saved()
-    newest = run.workdir / "checkpoints" / str(steps[-1])
-    if truncate:
-        files = [path for path in newest.rglob("*") if path.is_file() and path.stat().st_size > 1]
-        file = files[int(scene.rng.integers(len(files)))]
-        os.truncate(file, file.stat().st_size // 2)
-        what = f"{file.relative_to(newest)} cut to half"
-    else:
-        what = damage(newest, scene.rng)
+    what = how(run.workdir / "checkpoints" / str(steps[-1]), scene.rng)
     run.start()
     began = "continuing from step" if len(steps) > 1 else "parameters"
     run.wait(lambda: began in run.log())
@@ -96,6 +91,23 @@ def damaged(scene: Scene, truncate: bool = False) -> Injected:
     end = f"{what}: {'reported' if is_reported else 'not noticed'}, continued from step {' '.join(found)}"
     seen = Seen("saved", f"checkpoints of steps {steps} on the disk")
     return Injected(seen, end, bool(found) and (is_reported or found == [str(steps[-1])]))
+
+
+def truncated(scene: Scene) -> Injected:
+    """One file of the newest checkpoint is cut to half."""
+    return damaged(scene, _cut)
+
+
+def _cut(checkpoint: Path, rng: np.random.Generator) -> str:
+    files = [path for path in checkpoint.rglob("*") if path.is_file() and path.stat().st_size > 1]
+    file = files[int(rng.integers(len(files)))]
+    os.truncate(file, file.stat().st_size // 2)
+    return f"{file.relative_to(checkpoint)} cut to half"
+
+
+def flipped_array(scene: Scene) -> Injected:
+    """A bit of the newest checkpoint's arrays is flipped."""
+    return damaged(scene, flip_array)
 
 
 def bad_cache(scene: Scene) -> Injected:

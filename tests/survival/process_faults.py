@@ -17,6 +17,8 @@ from tests.survival.scenes import Injected, Scene, continues, ends, library, rel
 MEMORY, LIMIT = Path("/sys/fs/cgroup/memory"), "memory.limit_in_bytes"
 NAMED_SECONDS = 60.0
 """A process that is stopped is named within this time, with its stack."""
+OVER = ("_shutdown ", "_python_exit")
+"""Beginnings of the evidence of a process that has done its work, and may end by any signal."""
 OUT_OF_MEMORY = ("llocat", "memory", "Memory", "RESOURCE_EXHAUSTED", "can't start new thread")
 """Parts of what says that memory was refused."""
 
@@ -36,6 +38,7 @@ def signalled(number: signal.Signals) -> Callable[[Scene], Injected]:
         run.start()
         seen = strike(scene)
         is_heard = "compiling its programs" in run.log() or seen.phase == "saving"
+        is_heard = is_heard and not seen.evidence.startswith(OVER)
         one = run.processes[int(scene.rng.integers(len(run.processes)))]
         # What starts them signals all. While they start, one that is gone is waited for, for minutes.
         for process in [one] if is_heard else run.processes:
