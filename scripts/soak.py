@@ -44,7 +44,7 @@ def main() -> None:
     parser.add_argument("--fault", nargs="+", default=[], choices=list(FAULTS), help="only these")
     runs = list(dict.fromkeys(kind.name for kind in KINDS))
     parser.add_argument("--run", nargs="+", default=runs, choices=runs, help="only such runs")
-    parser.add_argument("--broken", choices=list(BROKEN), help="a jaxthd that is broken in this way, and its fault")
+    parser.add_argument("--broken", choices=list(BROKEN), help="break a copy so, and inject what shows it")
     parser.add_argument("--goodput", action="store_true", help="preempt a run, and compute a day's goodput")
     parser.add_argument("--seconds", type=float, default=60.0, help="of steps between preemptions")
     options = parser.parse_args()

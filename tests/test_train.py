@@ -17,7 +17,6 @@ import numpy as np
 import pytest
 import soundfile
 
-from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.config import (
     Config,
     MeshConfig,
@@ -28,6 +27,7 @@ from jaxthd.run import nonfinite
 from jaxthd.run.metrics import OF_DRAWING, TIME_METRICS
 from jaxthd.run.metrics_file import Metrics, read_metrics
 from jaxthd.train import main, train
+from jaxthd.training import loop
 from jaxthd.validate import DeviceFacts, validate
 from tests.docs.reference import METRICS
 from tests.quick_compilation import QUICK
@@ -230,20 +230,21 @@ def test_a_signal_saves_and_ends_the_run_which_then_continues(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture,
 ):
-    """The signal comes while step 4's metrics are written: step 5 is the last. Another one comes before its
-    checkpoint is closed. The restart has no worker.
+    """The signal comes while step 4's metrics are written: step 5 is the last. Another one comes when all is
+    saved, and the report is not written yet. The restart has no worker.
     """
-    close = Checkpoints.__exit__
+    draw = loop.draw_curves
 
-    def closing(self: Checkpoints, *error: Any) -> None:
+    def drawing(*given: Any) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
-        close(self, *error)
+        draw(*given)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpoints, "__exit__", closing)
+        patch.setattr(loop, "draw_curves", drawing)
         cut(patch, 4, lambda: os.kill(os.getpid(), signal.SIGHUP))
         train(unvalidated(manifest), tmp_path)
     assert "stopped by SIGHUP after step 5" in capsys.readouterr().out
+    assert (tmp_path / "report.txt").exists()
     assert read_metrics(tmp_path)[-1]["step"] == 5
     config = unvalidated(manifest)
     train(replace(config, data=replace(config.data, workers=0)), tmp_path)

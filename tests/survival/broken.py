@@ -19,7 +19,8 @@ BROKEN = {
         "flipped array",
     ),
 }
-"""Name -> (file, text, what stands in its place, the fault that shows it): the data go on a step too far; damage is not noticed."""
+"""Name -> (file, text, what stands in its place, the fault that shows it): the data go on a step too far;
+damage is not noticed."""
 
 
 def broken_copy(how: str, folder: Path) -> Path:

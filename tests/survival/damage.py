@@ -13,7 +13,6 @@ from jax.sharding import Sharding
 from jaxthd.checkpoints.checkpoint import Checkpoints
 from jaxthd.steps.state import TrainState
 
-
 NODE = bytes.fromhex("0cdb20de")
 """The first bytes of an index of arrays in the files of a checkpoint (a node of OCDBT's B-tree)."""
 
@@ -56,7 +55,7 @@ def damage(checkpoint: Path, rng: np.random.Generator) -> str:
 
 
 def flip_array(checkpoint: Path, rng: np.random.Generator) -> str:
-    """Flips a bit of an array's data, where nothing but jaxthd's checksums notices it; returns what it did."""
+    """Flips a bit of an array, which nothing but jaxthd's checksums notices; returns what it did."""
     files = sorted((checkpoint / "state").rglob("d/*"))
     # Arrays come first in a file; behind them lie indexes, most of them replaced by later ones.
     sizes = np.array([len(p.read_bytes().partition(NODE)[0]) for p in files])
