@@ -76,7 +76,7 @@ def main(argv: list[str] | None = None) -> None:
     if not 0 <= options.top_k <= entries:
         raise UserError(f"--top-k is {options.top_k}; expected 0 to {entries} (model.llm.vocab_size)")
     skipped, folder = options.out.with_suffix(".skipped.jsonl"), options.out.parent
-    new = RemovedOnFailure(options.out, skipped, folder / "inventory.json")
+    new = RemovedOnFailure(options.out, skipped)
     with devices_ready(config.mesh, options), new:
         outputs, summary = OutputFolder(folder), Summary()
         tokenizer = load_tokenizer(config.data.tokenizer)

@@ -59,7 +59,6 @@ def test_sets_are_evaluated_each_and_as_the_whole_is_on_another_mesh(
         "summary.json",
         "error_gallery.png",
         "report.html",
-        "inventory.json",
         "skipped.jsonl",
     }
     assert len(read_lines(tmp_path / "sets" / "skipped.jsonl")) == summary["skipped_documents"] == 2

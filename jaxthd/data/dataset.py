@@ -45,7 +45,7 @@ class SpeechData:
 
     What each set holds is counted and printed (jaxthd.data.inventory), and kept in WORKDIR/inventory.json.
 
-    training: False: data.manifest is not read. preferences: validation sets may hold preference lines, as for
+    training: False: data.manifest is not read, and the counts are not kept. preferences: validation sets may hold preference lines, as for
     scores. stop_ids: the tokens that end an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
     than data.max_skipped_share of the items of a set, training or validation, cannot be used.
@@ -97,7 +97,7 @@ class SpeechData:
         print(f"{read} training and {held_out} validation documents" if training else f"{held_out} documents")
         if training and self.skipped_text():
             print(f"skipped so far: {self.skipped_text()}; listed in {self.skipped.path}")
-        self._inventory = self._counted(workdir)
+        self._inventory = self._counted(workdir / INVENTORY if training else None)
         self._is_training = training
         self.require_few_skipped()
 
@@ -143,8 +143,9 @@ class SpeechData:
             say(line)
         self.require_few_skipped()
 
-    def _counted(self, workdir: Path) -> Inventory:
-        """Counts what each data set holds and says it. Process 0 counts, the others wait for it."""
+    def _counted(self, kept: Path | None) -> Inventory:
+        """Counts what each data set holds and says it. Process 0 counts, the others wait for it. kept: the
+        file of the counts."""
         sets = list(zip(self._sources, self._training, strict=True))
         sets += [(self._validation_sources[name], self._all_held_out(name)) for name in self._validation]
         counts = [
@@ -158,7 +159,7 @@ class SpeechData:
             )
             for source, examples in sets
         ]
-        inventory = Inventory(counts, workdir / INVENTORY)
+        inventory = Inventory(counts, kept)
         if is_first():
             for line in inventory.count():
                 print(line)

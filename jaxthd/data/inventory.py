@@ -22,7 +22,7 @@ from jaxthd.data.example import Cell, Clip, Example
 from jaxthd.data.skipped import SkipLog, least_share, main_reasons, set_of_key
 from jaxthd.data.sources.recordings import is_start
 from jaxthd.data.sources.source import Source
-from jaxthd.errors import UserError
+from jaxthd.errors import StorageError, UserError
 from jaxthd.files.atomic import write_atomically
 
 SECONDS = 60.0
@@ -152,14 +152,15 @@ def longest_trained_on(workdir: Path) -> float | None:
 class Inventory:
     """Counts the data sets of a run, up to a time limit, and goes on in a thread.
 
-    sets: by what they are counted. path: the file that keeps the numbers.
+    sets: by what they are counted. path: the file that keeps the numbers; None: they are not kept.
     """
 
-    def __init__(self, sets: Sequence[SetCount], path: Path) -> None:
+    def __init__(self, sets: Sequence[SetCount], path: Path | None) -> None:
         self.sets, self._path = sets, path
         self._stored: dict[str, Any] = {}
-        with suppress(OSError, ValueError):
-            self._stored = json.loads(path.read_text())
+        if path is not None:
+            with suppress(OSError, ValueError):
+                self._stored = json.loads(path.read_text())
         for each in sets:
             kept = self._stored.get(each.source.title, {})
             if kept.get("fingerprint") and kept["fingerprint"] == each.fingerprint():
@@ -191,11 +192,14 @@ class Inventory:
             self._thread.join()
 
     def _finish(self) -> None:
-        for each in [each for each in self.sets if not each.is_complete]:
-            self._count(float("inf"), [each])
-            if each.is_complete:
-                self._news = [*self._news, each.text()]
-        self._store()
+        try:
+            for each in [each for each in self.sets if not each.is_complete]:
+                self._count(float("inf"), [each])
+                if each.is_complete:
+                    self._news = [*self._news, each.text()]
+            self._store()
+        except (OSError, StorageError) as error:  # the run needs no count
+            self._news = [*self._news, f"the count of the data sets ended early: {error}"]
 
     def _count(self, until: float, sets: Sequence[SetCount] | None = None) -> None:
         with ThreadPoolExecutor(THREADS) as threads:
@@ -205,6 +209,8 @@ class Inventory:
 
     def _store(self) -> None:
         """Keeps the numbers of the sets that are complete; hours are taken from there next time."""
+        if self._path is None:
+            return
         for each in self.sets:
             if each.is_complete:
                 self._stored[each.source.title] = {

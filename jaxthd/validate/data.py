@@ -76,7 +76,7 @@ def _buffers(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     ):
         if getattr(data, name) < least:
             yield Finding(
-                f"data.{name} is {getattr(data, name)}: recordings over {encoder.seconds(has)} s are skipped",
+                f"data.{name} is {getattr(data, name)}: recordings over {encoder.seconds(has)} s do not fit",
                 f"{least} or more, {of_what} of the longest piece ({what})",
                 f"raise data.{name} if there are such recordings",
                 is_warning=True,

@@ -18,7 +18,7 @@ from jaxthd.data.inventory import Inventory, SetCount
 from jaxthd.data.skipped import least_share
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
-from jaxthd.errors import UserError
+from jaxthd.errors import StorageError, UserError
 
 
 @pytest.fixture
@@ -92,6 +92,20 @@ def test_what_takes_too_long_is_said_and_counted_beside_the_run(
     ]
     assert count.seconds == 1.5
     assert json.loads((folder / "inventory.json").read_text())[count.source.title]["seconds"] == 1.5
+
+
+def test_a_store_that_fails_ends_the_count_beside_the_run_with_a_line(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*_: object) -> float:
+        raise StorageError("s3://bucket/1.wav does not answer")
+
+    monkeypatch.setattr(inventory, "clip_seconds", fails)
+    counted = Inventory([count_of(write(folder / "m.jsonl", heard()))], None)
+    counted.count(seconds=0.0)
+    assert counted._thread is not None
+    counted._thread.join()
+    assert counted.news() == ["the count of the data sets ended early: s3://bucket/1.wav does not answer"]
 
 
 def test_hours_of_files_that_have_not_changed_are_not_counted_again(

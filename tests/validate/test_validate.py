@@ -254,7 +254,7 @@ CASES = [
     # Buffers.
     Case({"data.round_to": 10}, "set data.capacity to 2040 or 2050, or data.round_to to 2"),
     Case({"data.max_documents": 4096}, "data.max_documents is 4096 for a buffer of 2048", is_warning=True),
-    Case({"data.audio_capacity": 2000}, "recordings over 20.0 s are skipped", is_warning=True),
+    Case({"data.audio_capacity": 2000}, "recordings over 20.0 s do not fit", is_warning=True),
     Case({"data.capacity": 256}, "data.capacity is 256: recordings over 20.48 s", is_warning=True),
     # What is read.
     Case({"data.manifest": ()}, "data.manifest is ()"),
