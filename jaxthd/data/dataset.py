@@ -45,8 +45,8 @@ class SpeechData:
 
     What each set holds is counted and printed (jaxthd.data.inventory), and kept in WORKDIR/inventory.json.
 
-    training: False: data.manifest is not read, and the counts are not kept. preferences: validation sets may hold preference lines, as for
-    scores. stop_ids: the tokens that end an answer.
+    training: False: data.manifest is not read, and the counts are not kept. preferences: validation sets may
+    hold preference lines, as for scores. stop_ids: the tokens that end an answer.
     Raises UserError for prompts that cannot be encoded, for a data set without a usable item, and where more
     than data.max_skipped_share of the items of a set, training or validation, cannot be used.
     """
