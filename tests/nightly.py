@@ -2,11 +2,12 @@
 
     python -m pytest -m nightly tests/test_families.py
 
-What held at this commit, in a work tree without changes, stands in runs/nightly/COMMIT.txt and is not run
-again. At the end stand the figures that the tests recorded with record_property, and a line that counts what
-holds; the claims of docs/claims/claims.toml read it.
+What held at this commit, in a work tree without changes, stands in runs/nightly/COMMIT.jsonl with the figures
+that it recorded with record_property, and is not run again. At the end stand the figures of all tests, and a
+line that counts what holds; the claims of docs/claims/claims.toml read it.
 """
 
+import json
 import subprocess
 from pathlib import Path
 
@@ -33,10 +34,12 @@ class Nightly:
         commit = _git("rev-parse", "--short=7", "HEAD") if nightly else ""
         if not commit or _git("status", "--porcelain", "--", ".", ":!docs", ":!README.md"):
             return
-        self.file = ROOT / "runs" / "nightly" / f"{commit}.txt"
-        held = self.file.read_text().splitlines() if self.file.exists() else []
+        self.file = ROOT / "runs" / "nightly" / f"{commit}.jsonl"
+        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        held = dict(map(json.loads, lines))
         for item in nightly:
             if item.nodeid in held:
+                item.user_properties += map(tuple, held[item.nodeid])
                 item.add_marker(pytest.mark.skip(reason=HELD))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
@@ -49,7 +52,7 @@ class Nightly:
         if report.passed and self.file:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a") as file:
-                file.write(f"{report.nodeid}\n")
+                file.write(json.dumps([report.nodeid, report.user_properties]) + "\n")
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if found := list(self.outcomes.values()):

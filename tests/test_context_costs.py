@@ -6,7 +6,10 @@ import numpy as np
 import pytest
 
 from jaxthd.config import BlockSizes, ComputeConfig
+from jaxthd.config.listing import value_at
 from tests import context_costs as bench
+from tests.meshes.models import HYBRIDS
+from tests.meshes.models import MODEL as MESHES
 
 MODEL = replace(bench.TINY, llm=replace(bench.TINY.llm, pattern="M*"))
 COMPUTE = ComputeConfig(block_sizes=BlockSizes(attention=32, scan=32))
@@ -19,15 +22,25 @@ def test_temporary_memory_grows_with_the_tokens_and_is_shared_by_the_context_ran
     assert bench.temporary_memory(4, 4096, MODEL, COMPUTE) <= 0.3 * long
 
 
-@pytest.mark.parametrize(
-    ("kind", "context"),
-    [("M", 4), *(pytest.param(kind, 4, marks=pytest.mark.exhaustive) for kind in "DCK")],
-)
-def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length(kind, context, record_property):
-    formula = bench.passed_bytes(kind, MODEL.llm, context)
-    found = [bench.layer_bytes(kind, context, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)]
-    record_property(f"bytes a rank receives in a layer of {kind}", formula)
-    assert found == [formula, formula]
+def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length():
+    formula = bench.passed_bytes("M", MODEL.llm, 4)
+    assert [bench.layer_bytes("M", 4, tokens, MODEL.llm, COMPUTE) for tokens in (512, 2048)] == [formula] * 2
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_layers_of_hybrids_exchange_the_same_bytes_at_every_length(name, record_property):
+    """What attention beside the state exchanges is not counted."""
+    llm = HYBRIDS[name](MESHES.llm)
+    (kind,) = (letter for letter, block in llm.blocks.items() if block.passed(1, 4))
+    beside = value_at(llm, "blocks.H.self_attention") if kind == "H" else None
+    attention = replace(llm, blocks={**llm.blocks, "*": beside}) if beside else llm
+    formula = bench.passed_bytes(kind, llm, 8)
+    for tokens in (1024, 65536):
+        received = bench.layer_bytes(kind, 8, tokens, llm, COMPUTE)
+        received -= bench.layer_bytes("*", 8, tokens, attention, COMPUTE) if beside else 0
+        record_property(f"bytes, {tokens:,} tokens", f"{received:,}")
+        assert received == formula
 
 
 def test_attention_sends_keys_and_values_around_once_and_their_gradients_home():

@@ -70,12 +70,12 @@ ROWS = {
     "MistralForCausalLM": Row("Mistral", "mistral"),
     "Qwen2ForCausalLM": Row("Qwen2, Qwen2.5", "qwen2"),
     "GraniteForCausalLM": Row("Granite", "granite"),
-    "BambaForCausalLM": Row("Bamba", "bamba"),
+    "BambaForCausalLM": Row("Bamba", "bamba", served="transformers, vLLM up to 0.23"),
     "GraniteMoeHybridForCausalLM": Row("Granite 4", "granite_hybrid"),
     "FalconH1ForCausalLM": Row("Falcon-H1", "falcon_h1"),
     "Lfm2ForCausalLM": Row("LFM2", "lfm2"),
-    "KimiLinearForCausalLM": Row("Kimi-Linear", "kimi_linear", served="transformers"),
-    "OlmoHybridForCausalLM": Row("OLMo Hybrid", "olmo_hybrid", served="transformers"),
+    "KimiLinearForCausalLM": Row("Kimi-Linear", "kimi_linear"),
+    "OlmoHybridForCausalLM": Row("OLMo Hybrid", "olmo_hybrid"),
     "ParakeetEncoder": Row(
         "Parakeet", "fastconformer", "models/test_fastconformer.py", "transformers", FastConformer()
     ),

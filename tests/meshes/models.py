@@ -1,7 +1,9 @@
 """The tiny models that are compared on all meshes: one with all four mixers, experts and audio; and decoders
 with the blocks of published families."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from jaxthd.config import (
@@ -101,6 +103,11 @@ def qwen3_next(llm: LLMConfig, pattern: str = "DE*-DE*-") -> LLMConfig:
     return with_pattern(llm, pattern, tied_embedding=False, norm_zero_centred=True)
 
 
+def qwen3_5(llm: LLMConfig, pattern: str = "D-*-D-*-") -> LLMConfig:
+    """The decoder with the blocks of Qwen3.5, dense."""
+    return replace(qwen3_next(llm, pattern), tied_embedding=True)
+
+
 def gpt_oss(llm: LLMConfig, pattern: str = "WE*-WE*-") -> LLMConfig:
     """The decoder with GPT-OSS's blocks, and MLPs of its form."""
     rope = RopeConfig(theta=100.0, scaling="yarn", factor=4.0, original_positions=16, truncate=False)
@@ -118,6 +125,12 @@ def deepseek(llm: LLMConfig, pattern: str = "L-LEL-LE") -> LLMConfig:
     llm = llm.with_settings("E", experts=8, experts_per_token=3)
     llm = with_value(llm, "blocks.E.router", {"groups": 4, "groups_per_token": 2})
     return with_pattern(llm, pattern)
+
+
+def bamba(llm: LLMConfig, pattern: str = "M-*-M-*-") -> LLMConfig:
+    """The decoder with Bamba's blocks."""
+    llm = llm.with_settings("M", groups=1).with_settings("-", form="swiglu")
+    return with_pattern(llm.with_settings("*", rope=RopeConfig(theta=100.0, fraction=0.5)), pattern)
 
 
 def granite4(llm: LLMConfig, pattern: str = "ME*-ME*-") -> LLMConfig:
@@ -168,6 +181,19 @@ def olmo_hybrid(llm: LLMConfig, pattern: str = "D-*FD-*F") -> LLMConfig:
     llm = llm.with_settings("D", negative_eigenvalues=True, norm_eps=1e-4)
     llm = replace(llm, blocks={**llm.blocks, "F": replace(value_at(llm, "blocks.-"), norm_after=True)})
     return with_pattern(llm, pattern, norm_zero_centred=False)
+
+
+HYBRIDS: dict[str, Callable[[LLMConfig], LLMConfig]] = {
+    "bamba": bamba,
+    "granitemoehybrid": granite4,
+    "falcon_h1": falcon_h1,
+    "lfm2": lfm2,
+    "qwen3_5": qwen3_5,
+    "qwen3_5_moe": partial(qwen3_next, pattern="DE*EDE*E"),
+    "kimi_linear": kimi_linear,
+    "olmo_hybrid": olmo_hybrid,
+}
+"""The change to the blocks of each hybrid family of 2026, by the names of tests/hf/test_hybrids_live.py."""
 
 
 def mixed(llm: LLMConfig, pattern: str = "DKLWHE*C-") -> LLMConfig:
