@@ -2,8 +2,9 @@
 
 Settings are those of the published config.json, or of the file in configs/. Sources of the figures: Qwen
 team, Qwen3 Technical Report (2025); NVIDIA, Nemotron-H (2025), Nemotron Nano 2 (2025), Nemotron 3 (2025);
-OpenAI, gpt-oss model card (2025); DeepSeek-AI, DeepSeek-V3 (2024); Moonshot AI, Moonlight (2025). The exact
-ones are those of the tensors in the published folders.
+OpenAI, gpt-oss model card (2025); DeepSeek-AI, DeepSeek-V3 (2024); Moonshot AI, Moonlight (2025), Kimi Linear
+(2025). The exact ones are those of the tensors in the published folders; that of Kimi-Linear, whose 48B leave
+out embedding and head, is what llama.cpp counts in it.
 """
 
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from jaxthd.config import Config, LLMConfig, ModelConfig
 from jaxthd.files.config_file import load_config
 from jaxthd.hf.registry import FAMILIES
 from jaxthd.planning.parameters import parameter_groups
+from tests.hf.test_kimi_linear import PUBLISHED as KIMI_LINEAR
 
 ROOT = Path(__file__).parents[2]
 SOME = ("Qwen3-30B", "3-Super", "GPT-OSS-20B")
@@ -132,7 +134,7 @@ def sizes() -> Iterator[Size]:
 
 
 def hybrids() -> Iterator[Size]:
-    """Bamba and Granite 4. IBM's model cards (2024, 2025) have their sizes."""
+    """Hybrid families of 2026. IBM's model cards (2024, 2025) have the sizes of Bamba and Granite 4."""
     mamba: dict[str, Any] = {"mamba_d_state": 128, "mamba_n_groups": 1, "rms_norm_eps": 1e-5}
     bamba = {"vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 32, **heads(32, 8, 14336)}
     bamba |= {"model_type": "bamba", "attn_layer_indices": [9, 18, 27], "mamba_n_heads": 128, **mamba}
@@ -156,6 +158,7 @@ def hybrids() -> Iterator[Size]:
     lfm2 = {"model_type": "lfm2", "vocab_size": 65536, "hidden_size": 2048, "num_hidden_layers": 16}
     lfm2 |= {**heads(32, 8, 12288), "full_attn_idxs": [2, 5, 8, 10, 12, 14]}
     yield Size("LFM2-1.2B", read(lfm2), "1.170340608")
+    yield Size("Kimi-Linear-48B-A3B", read(KIMI_LINEAR), "49.12", "3")
 
 
 def agrees(count: int, published: str) -> bool:
