@@ -79,7 +79,8 @@ FRONT_ENDS: dict[str, FrontEnd] = {
         chunk_outputs=6,
         context_outputs=(2, 1),
     ),
-    "whisper": Whisper(**WHISPER, tail="ceil"),
+    "whisper": Whisper(**WHISPER, tail="ceil", rope_theta=100.0),
+    "whisper_window": Whisper(**WHISPER, tail="window", whole_features=True),
     "whisper_hidden": Whisper(**WHISPER, join="mean", joined=2, silence="hidden"),
     "whisper_absent": Whisper(
         **WHISPER, join="mean", joined=2, silence="absent", whole_features=True, stored_positions=False
@@ -99,6 +100,7 @@ FRONT_ENDS: dict[str, FrontEnd] = {
         conv_kernel=5,
         conv_dim=24,
         labels=5,
+        joined_layers=(0, 2),
         window=6,
         queries=2,
         query_dim=12,
@@ -235,7 +237,9 @@ def alone(name: str) -> tuple[float, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=pytest.mark.exhaustive if name == "whisper_absent" else ())
+        pytest.param(
+            name, marks=pytest.mark.exhaustive if name in ("whisper_absent", "whisper_window") else ()
+        )
         for name in FRONT_ENDS
     ],
 )

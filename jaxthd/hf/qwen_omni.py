@@ -21,6 +21,7 @@ from jaxthd.hf.speech_llm import AUDIO, WHISPER_NAMES, Names, Part
 from jaxthd.models.front_ends import Qwen3Audio, Whisper
 
 _UNREAD = ("thinker.visual.*", "talker.*", "token2wav.*", "code2wav.*")
+_TOWERS = "towers that see and speak"
 _HEARD = 300
 """Seconds of a recording that Qwen2.5-Omni hears."""
 
@@ -78,6 +79,7 @@ QWEN2_5_OMNI = replace(
         memory=AUTHORS.names.memory,
     ),
     ignored=(*_UNREAD, "thinker.audio_tower.audio_bos_eos_token.weight"),
+    unread=_TOWERS,
     data={"template": "chat_template"},
     above=AUTHORS.above,
 )
@@ -92,6 +94,7 @@ QWEN3_OMNI = replace(
     encoder=Qwen3Audio(filled=False),
     parts={AUDIO: replace(AUTHORS.parts[AUDIO], type="qwen3_omni_moe_audio_encoder")},
     ignored=_UNREAD,
+    unread=_TOWERS,
     data={"template": "chat_template"},
 )
 FAMILIES = (QWEN2_5_OMNI.family(), QWEN3_OMNI.family())

@@ -99,6 +99,7 @@ class SpeechLLM:
     adapter: (encoder, decoder's dim) -> the settings of the adapter (ModelConfig), which no field holds.
     audio_token: the field with the id of the placeholder.
     names: on disk. ignored, float32, data: as in Family.
+    unread: the parts of the folder that are not read.
     above: the field of config.json that holds all of these; "": they are its own.
     """
 
@@ -115,6 +116,7 @@ class SpeechLLM:
     audio_token: str = "audio_token_id"
     names: Names = Q2A_NAMES
     ignored: tuple[str, ...] = ()
+    unread: str = ""
     float32: tuple[str, ...] = ()
     data: Fields = field(default_factory=dict)
     above: str = ""
@@ -234,7 +236,7 @@ class SpeechLLM:
         return Family(
             format=self.format,
             title=self.title,
-            gives="encoder, adapter and LLM",
+            gives="encoder, adapter and LLM" + (f", without its {self.unread}" if self.unread else ""),
             model_types=self.model_types,
             covers=(*ENCODER, *ADAPTER, *LLM),
             configure=self.configure,
