@@ -135,7 +135,7 @@ def evaluate(
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
     _require_guarded(config, guard)
     check(config)
-    config = with_answer_length(config.without_mtp)
+    config = with_answer_length(config.without_idle_mtp)
     is_chosen = out is None
     weights, out, evaluated = _folder(config, weights, out, beside)
     with ExitStack() as stack:

@@ -190,10 +190,11 @@ def _seconds_heard(conversations: Sequence[Example], answers: Sequence[Answer]) 
 def _summary(answers: Sequence[Answer], seconds: float, heard: float, generator: Generator) -> str:
     """heard: seconds of recordings. RTFx: these over the seconds that the answers took, programs included."""
     tokens, cut = sum(len(a.tokens) for a in answers), sum(a.end == "length" for a in answers)
-    answered = sum(a.end != "skipped" for a in answers)
+    answered, drafted = sum(a.end != "skipped" for a in answers), generator.drafted
     return (
         f"{answered} answers, {tokens} tokens in {seconds:.1f} s"
         + f", of {heard:.1f} s of recordings (RTFx {heard / seconds:.1f})" * bool(heard)
+        + f"; {drafted.accepted} of {drafted.tokens} drafted tokens were accepted" * bool(drafted.tokens)
         + f"; {generator.programs.text()}"
         + f"; cut off at {generator.max_new_tokens} tokens: {cut}" * bool(cut)
     )

@@ -5,7 +5,7 @@ python docs/examples/toy_block.py
 It trains on 1 x 2 x 2 x 2 simulated devices (data, context, pipeline, tensor), goes on on 2 x 1 x 1 x 2, runs
 describe, plan, estimate, score and generate, and compares packed documents with each alone.
 
-Legend: N tokens, D model dim, H heads, P head dim; in decoding n documents. I = H P.
+Legend: N tokens, D model dim, H heads, P head dim; in decoding n documents, L tokens of each. I = H P.
 """
 
 import json
@@ -42,6 +42,7 @@ class MovingAverage(Block):
     title = "moving average"
     letter = "A"
     splits_documents = True
+    rolls_back = True
     equal_sizes = ("heads",)
     kind: Annotated[Literal["moving_average"], DERIVED] = "moving_average"
     heads: int = 4
@@ -78,12 +79,16 @@ class MovingAverageMixer(nnx.Module):
     def prefill(self, x_ND: Array, segments: Segments, prompts: Prompts) -> Prefilled:
         ends = segments.local_index(prompts.ends.last)
         y_NHP, state_DHP1 = ssd_and_states(self._scanned(x_ND), segments, ends, chunk=self.chunk)
-        return Prefilled(self._finish(y_NHP, x_ND), [], [prompts.share(state_DHP1, segments)])
+        return Prefilled(self._finish(y_NHP, x_ND), [], [prompts.state(state_DHP1, segments)])
 
-    def step(self, x_nD: Array, fixed: list, state: list, now: Now) -> tuple[Array, list[Array]]:
-        inputs, (state_nHP1,) = self._scanned(x_nD), state
-        state_nHP1 = jnp.exp(inputs.a)[:, None, None] * state_nHP1 + inputs.x[..., None]
-        return self._finish(state_nHP1[..., 0], x_nD), [state_nHP1]
+    def step(self, x_ND: Array, fixed: list, state: list, now: Now) -> tuple[Array, list[Array]]:
+        inputs, state_nHP1 = self._scanned(x_ND), now.latest(state[0])
+        states = []
+        for x_nHP in now.by_document(inputs.x).swapaxes(0, 1):  # one token of each document, then the next
+            state_nHP1 = jnp.exp(inputs.a)[:, None, None] * state_nHP1 + x_nHP[..., None]
+            states.append(state_nHP1)
+        after_nLHP1 = jnp.stack(states, axis=1)
+        return self._finish(after_nLHP1.reshape(inputs.x.shape), x_ND), [after_nLHP1]
 
     def _scanned(self, x_ND: Array) -> ScanInputs:
         """What the scan is given: h = exp(a) h + (1 - exp(a)) x."""

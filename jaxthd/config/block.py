@@ -58,6 +58,8 @@ class Block:
     title: for people. letter: usually in patterns.
     routes: whether it sends tokens to experts; its module has `routed` then (RoutedMixer).
     splits_documents: whether it passes what documents need that context ranks share under the layout "whole".
+    rolls_back: whether decoding may give its mixer several tokens of a document at once, and go on after any
+    of them (drafting).
     equal_sizes, shared_sizes: settings of which every tensor rank takes an equal part; and of which it does,
     or several ranks share one.
     convolution: the setting with the taps of a causal convolution, whose halo context ranks exchange.
@@ -70,6 +72,7 @@ class Block:
     letter: ClassVar[str]
     routes: ClassVar[bool] = False
     splits_documents: ClassVar[bool] = False
+    rolls_back: ClassVar[bool] = False
     equal_sizes: ClassVar[tuple[str, ...]] = ()
     shared_sizes: ClassVar[tuple[str, ...]] = ()
     convolution: ClassVar[str] = ""

@@ -87,6 +87,10 @@ class ComputeConfig:
     decoder's pattern, inside a block of the encoder and inside what is before its blocks. "auto": jaxthd
     train takes the first of none, selective and full whose compiled step fits into the devices' memory; other
     commands take full."""
+    num_speculative_tokens: Index = 0
+    """Tokens that decoding drafts at a time, by the first depth of multi-token prediction
+    (model.llm.mtp_pattern), and checks in one pass of the decoder: generation, validation and rollouts. What
+    is decoded, drawn at a temperature too, stays the same. 0: none are drafted."""
     unroll_layers: bool = False
     """Write layers out one after the other in place of a loop over them. Compilation then grows with their
     number, but nothing is copied into the loop's stacks and out of them, and on GPUs the step is one CUDA

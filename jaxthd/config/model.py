@@ -36,7 +36,8 @@ class LLMConfig:
     """Divisor of the logits (Granite)."""
     mtp_pattern: str = ""
     """Blocks of one depth of multi-token prediction, such as "*E"; "" for none. It is trained beside
-    next-token prediction (train.mtp_loss) and exported; validation, scoring and generation do not use it."""
+    next-token prediction (train.mtp_loss) and exported. Decoding can draft with it
+    (compute.num_speculative_tokens); nothing else uses it."""
     mtp_depths: int = 1
     """Depths of multi-token prediction: depth k predicts the token k positions beyond the next."""
     mtp_shared: bool = True

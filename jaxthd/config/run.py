@@ -30,6 +30,11 @@ class Config:
         return self.model.llm.mtp_depths if self.model.llm.mtp_pattern and self.train.mtp_loss else 0
 
     @property
+    def depths_drafted_with(self) -> int:
+        """Depths of multi-token prediction that decoding computes: 1 where it drafts."""
+        return 1 if self.compute.num_speculative_tokens else 0
+
+    @property
     def rollout_mesh(self) -> MeshConfig:
         """The mesh on which answers are drawn."""
         return self.rollout.mesh or self.mesh
@@ -40,7 +45,9 @@ class Config:
         return self.rollout.epochs * self.rollout.updates
 
     @property
-    def without_mtp(self) -> "Config":
-        """This config without multi-token prediction, for work that needs only the next token. The
-        parameters of multi-token prediction are then not read from a checkpoint."""
+    def without_idle_mtp(self) -> "Config":
+        """This config for work that trains nothing: without multi-token prediction, unless decoding drafts
+        with it. Its parameters are then not read from a checkpoint."""
+        if self.compute.num_speculative_tokens:
+            return self
         return replace(self, model=replace(self.model, llm=self.model.llm.without_mtp()))

@@ -261,7 +261,9 @@ class SpeechData:
         """One pass over a validation set (None: the first), in its order. rows: see make_loader."""
         name = name or next(iter(self._validation))
         examples = self._validation[name]
-        return self._one_pass(examples, name, rows, answers=any(each.alternatives for each in examples))
+        answers = any(each.alternatives for each in examples)
+        depths = 0 if answers else self._config.depths_drafted_with
+        return self._one_pass(examples, name, rows, answers=answers, depths=depths)
 
     def validation_preferences(
         self, rows: Collection[int] | None = None, name: str | None = None

@@ -48,6 +48,13 @@ class Progress(NamedTuple):
     drawn: Drawn
 
 
+class Drafted(NamedTuple):
+    """Tokens that were drafted for answers that went on, and how many of these were accepted."""
+
+    tokens: int = 0
+    accepted: int = 0
+
+
 class Drawing:
     """Draws answers on a mesh. The prompts of a page fit its token slots and audio frames.
 
@@ -69,8 +76,10 @@ class Drawing:
     ) -> None:
         self._config, self._mesh, self._stop_ids, self._pages = config, mesh, stop_ids, pages
         self.places = -(-places // config.mesh.context) * config.mesh.context
-        self._new_tokens, self._pack = new_tokens, pack_documents(config)
-        self.limits = self._pack.limits
+        self._new_tokens = new_tokens
+        self._pack = pack_documents(config, depths=config.depths_drafted_with)
+        self.limits, self.drafted = self._pack.limits, Drafted()
+        """drafted: of the newest `run`, so far."""
         self._steps: Any = make_drawing_steps(
             Blueprint(config), mesh, stop_ids=stop_ids, new_tokens=new_tokens, pages=pages
         )
@@ -107,7 +116,8 @@ class Drawing:
         every: int,
         most: int | None = None,
     ) -> Iterator[Progress]:
-        """Yields each answer's progress after up to `every` more tokens; the last time it is over.
+        """Yields each answer's progress after up to `every` more steps of decoding; the last time it is over.
+        A step decodes a token, and those drafted after it that hold (compute.num_speculative_tokens).
 
         weights: (params, buffers) in their device layout. prompts: that fit, without answers. keys: 64 random
         bits for each answer to each prompt, all of which have as many. most: tokens of an answer, new_tokens
@@ -121,7 +131,8 @@ class Drawing:
                 inputs = self._inputs(pages, prompts, keys)
                 places = self._steps.prefill(*weights, places, *inputs, sampling)
             places, found = self._steps.decode(*weights, places, sampling, np.int32(every))
-            active, drawn = jax.tree.map(np.asarray, found)
+            active, drawn, drafted = jax.tree.map(np.asarray, found)
+            self.drafted = Drafted(*drafted.sum(axis=0).tolist()) if drafted is not None else Drafted()
             for rank, place, answer in list(scheduler):
                 at = rank * self.places + place
                 progress = self._progress(answer, drawn, at, bool(active[at]), most or self._new_tokens)

@@ -24,7 +24,7 @@ from jaxthd.data.speech import SpeechDocuments
 from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import TextStream, load_tokenizer
 from jaxthd.errors import UserError
-from jaxthd.inference.drawing import Drawing, Progress, for_drawing, random_bits
+from jaxthd.inference.drawing import Drafted, Drawing, Progress, for_drawing, random_bits
 from jaxthd.kernels.programs import ProgramCount
 from jaxthd.ops.sampling import Sampling
 from jaxthd.packing.document import Document
@@ -115,6 +115,11 @@ class Generator:
         """The programs so far: three for any use."""
         return self._drawing.programs
 
+    @property
+    def drafted(self) -> Drafted:
+        """The tokens that were drafted for the newest answers."""
+        return self._drawing.drafted
+
     def stream(
         self,
         conversations: Sequence[Example | Document],
@@ -131,7 +136,8 @@ class Generator:
         conversations: or the documents that `prompt` makes of them.
         temperature, top_k, top_p: see jaxthd.ops.sampling.Sampling. What is sampled depends on the seed, the
         conversation's key and the token's number alone.
-        every: number of tokens decoded before the host reads them.
+        every: number of tokens decoded before the host reads them; where tokens are drafted
+        (compute.num_speculative_tokens), of steps.
         Before it answers any, it raises UserError for a conversation that cannot be used or does not fit, and
         for a setting out of range.
         """

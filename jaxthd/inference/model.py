@@ -76,7 +76,7 @@ class Model:
     which are read when they are first needed. batch, max_new_tokens: as in `load`. longest: seconds of the
     longest recording that it was trained on; longer ones are answered in windows. None: that is not known.
     config is then with the kernels that this machine admits, and without multi-token prediction unless arrays
-    were given.
+    were given or decoding drafts with it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class Model:
         longest: float | None = None,
     ) -> None:
         has_arrays = isinstance(weights, Weights)
-        self.config = with_kernels(config if has_arrays else config.without_mtp)
+        self.config = with_kernels(config if has_arrays else config.without_idle_mtp)
         self.mesh = make_mesh(self.config.mesh)
         self._given, self._batch, self._max_new_tokens = weights, batch, max_new_tokens
         self._longest = longest

@@ -23,7 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Bool, Int32, UInt32
 
 from jaxthd.kernels.xla_options import jit_for
-from jaxthd.models.decoding import Decoding, Pick, advance, begin
+from jaxthd.models.decoding import Decoding, advance, begin
+from jaxthd.models.drafting import Pick
 from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.ops.sampling import Drawn, Sampling, draw
 from jaxthd.packing.batch import Batch
@@ -64,18 +65,20 @@ class InPlaces(NamedTuple):
     """Contents of the places of all data and context ranks.
 
     active: whether the answer has not ended. drawn: its tokens so far, padded, leaves [places, m].
+    drafted: Drafts.checked of each of these ranks; None where no tokens are drafted.
     """
 
     active: Bool[Any, " places"]
     drawn: Drawn
+    drafted: Int32[Any, "ranks 2"] | None = None
 
 
 class DrawingSteps(NamedTuple):
     """empty: (params, buffers, batch, admitted, sampling) -> places without answers; only the arguments'
         shapes count.
     prefill: (params, buffers, places, batch, admitted, sampling) -> places.
-    decode: (params, buffers, places, sampling, tokens) -> (places, what they hold), after up to `tokens` more
-        tokens in each; it stops early if all answers have ended.
+    decode: (params, buffers, places, sampling, steps) -> (places, what they hold), after up to `steps` more
+        steps of decoding; it stops early if all answers have ended.
     """
 
     empty: Callable[[Tree, Tree, Batch, NewSequences, Sampling], Tree]
@@ -121,10 +124,12 @@ def make_drawing_steps(
         return _held(_admitted(_own(places), new, admitted, slots))
 
     def decode(
-        params: Tree, buffers: Tree, places: Tree, sampling: Sampling, tokens: Array
+        params: Tree, buffers: Tree, places: Tree, sampling: Sampling, steps: Array
     ) -> tuple[Tree, InPlaces]:
-        after = _decoded(nnx.merge(graph, params, buffers), _own(places), sampling, stop_ids, tokens)
-        return _held(after), InPlaces(after.decoding.active, after.decoding.drawn)
+        after = _decoded(nnx.merge(graph, params, buffers), _own(places), sampling, stop_ids, steps)
+        decoding, drafts = after.decoding, after.decoding.drafts
+        checked = None if drafts is None else drafts.checked[None]
+        return _held(after), InPlaces(decoding.active, decoding.drawn, checked)
 
     everywhere, held, by_place = PartitionSpec(), PartitionSpec(AXES), PartitionSpec(TOKEN_AXES)
     on_mesh = NamedSharding(mesh, held)
@@ -148,8 +153,9 @@ def make_drawing_steps(
 def picks(model: SpeechLM, keys_n2: Array, sampling: Sampling) -> Pick:
     """Draws the tokens of places with these random bits, with their log-probabilities."""
 
-    def pick(h_nD: Array, number: Array | int) -> Drawn:
-        return draw(model.logits(h_nD), keys_n2, number, sampling, model.vocabulary_axes)
+    def pick(h_ND: Array, number: Array) -> Drawn:
+        keys_N2 = jnp.repeat(keys_n2, len(h_ND) // len(keys_n2), axis=0)
+        return draw(model.logits(h_ND), keys_N2, number, sampling, model.vocabulary_axes)
 
     return pick
 
@@ -161,8 +167,11 @@ def _without_answers(begun: Places, pages: int) -> Places:
     def of_pages(x: Array) -> Array:
         return jnp.zeros((*x.shape[:2], pages * x.shape[2], *x.shape[3:]), x.dtype)
 
-    decoding = like.decoding._replace(fixed=jax.tree.map(of_pages, like.decoding.fixed))
-    return like._replace(decoding=decoding)
+    decoding, drafts = like.decoding, like.decoding.drafts
+    if drafts is not None:
+        drafts = drafts._replace(fixed=jax.tree.map(of_pages, drafts.fixed))
+    fixed = jax.tree.map(of_pages, decoding.fixed)
+    return like._replace(decoding=decoding._replace(fixed=fixed, drafts=drafts))
 
 
 def _admitted(places: Places, new: Places, admitted: NewSequences, slots: int) -> Places:
@@ -181,27 +190,35 @@ def _admitted(places: Places, new: Places, admitted: NewSequences, slots: int) -
 
         return jax.tree.map(chosen, x, y)
 
-    first_key, begun = page * slots, new.decoding
+    first_key, begun, drafts = page * slots, new.decoding, old.drafts
+    if drafts is not None and begun.drafts is not None:
+        drafts = drafts._replace(
+            tokens=of_places(begun.drafts.tokens, drafts.tokens),
+            accepted=of_places(begun.drafts.accepted, drafts.accepted),
+            fixed=jax.tree.map(of_page, drafts.fixed, begun.drafts.fixed),
+            state=of_places(begun.drafts.state, drafts.state, axis=2),
+        )
     return Places(
         lo=of_places(new.lo + first_key, places.lo),
         hi=of_places(new.hi + first_key, places.hi),
         keys=of_places(new.keys, places.keys),
         decoding=old._replace(
-            start=of_places(jnp.full_like(old.start, old.steps), old.start),
+            number=of_places(begun.number, old.number),
             active=of_places(begun.active, old.active),
             next=of_places(begun.next, old.next),
             drawn=of_places(begun.drawn, old.drawn),
             fixed=jax.tree.map(of_page, old.fixed, begun.fixed),
             state=of_places(begun.state, old.state, axis=2),
             adapted=of_places(begun.adapted, old.adapted),
+            drafts=drafts,
         ),
     )
 
 
 def _decoded(
-    model: SpeechLM, places: Places, sampling: Sampling, stop_ids: tuple[int, ...], tokens: Array
+    model: SpeechLM, places: Places, sampling: Sampling, stop_ids: tuple[int, ...], steps: Array
 ) -> Places:
-    """The places after up to so many more tokens in each."""
+    """The places after up to so many more steps of decoding."""
     old = places.decoding
     # A block of places sees the keys of all pages between its first and its last prompt: so prompts in order.
     lo_n, hi_n = (jnp.where(old.active, x, 0) for x in (places.lo, places.hi))
@@ -212,7 +229,7 @@ def _decoded(
         old._replace(keys=keys, order=order_n),
         picks(model, places.keys, sampling),
         stop_ids=stop_ids,
-        until=old.steps + tokens,
+        until=old.steps + steps,
     )
     return places._replace(decoding=decoding._replace(keys=old.keys, order=None))
 

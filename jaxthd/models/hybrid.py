@@ -3,8 +3,7 @@
 Layers of one kind are stacked in their order, whatever the pattern. A pipeline stage holds consecutive rows
 of each stack. Where the pattern repeats a unit, a scan over the repeats applies the unit's layers.
 
-Legend: N tokens, n tokens of the residual stream on this rank (in decoding: documents of this rank), D model
-dim.
+Legend: N tokens, n tokens of the residual stream on this rank, D model dim.
 """
 
 from collections import Counter
@@ -104,7 +103,7 @@ class Block(nnx.Module):
     def step(
         self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
     ) -> tuple[Float[Array, "n D"], list[Array]]:
-        """The block over the newest token of each sequence: its outputs, and the mixer's new state."""
+        """The block over a step's tokens of each document: its outputs, and the mixer's new state."""
         with lora_tokens.adapting(now.adapted):
             y_nD, state = self.mixer.step(self._normed(x_nD), fixed, state, now)
         return self._sum(x_nD, self.residual.decoding.total(y_nD)), state
@@ -227,7 +226,7 @@ class HybridLayers(nnx.Module):
         state: Cache,
         now: Now,
     ) -> tuple[Float[Array, "n D"], Cache]:
-        """Applies the layers to the newest token of every document. Also returns the state after it."""
+        """Applies the layers to a step's tokens of every document. Also returns the state after them."""
 
         def apply(block: Block, x_nD: Array, cache: tuple[Any, Any]) -> tuple[Array, Any]:
             """One block over the newest tokens."""

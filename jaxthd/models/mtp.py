@@ -4,10 +4,13 @@ At every position, depth k takes two vectors: the output of depth k - 1 at that 
 decoder's output after its final norm), and the embedding of the future token k + 1 positions later. The
 model's own head takes the depth's output and predicts the future token k + 2 positions later.
 
+Decoding drafts with depth 0 alone (models/decoding.py): `prefill_first` and `step_first`.
+
 Legend: n tokens of this rank's residual stream, N tokens, D model dim.
 """
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +20,10 @@ from jaxtyping import Float
 
 from jaxthd.config import ComputeConfig, LLMConfig
 from jaxthd.models.blocks import Routing
-from jaxthd.models.hybrid import HybridLayers
+from jaxthd.models.hybrid import Cache, HybridLayers
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.models.lora_tokens import adapting
+from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.mesh import TENSOR
 from jaxthd.parallel.params import Init, gathered_state, over_tensor, stack
@@ -40,13 +44,16 @@ class Depth(nnx.Module):
         self.final_layernorm = norm()
         self.residual = Residual.of(init.mesh, compute.sequence_sharded)
 
-    def fused(self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"]) -> Float[Array, "n D"]:
+    def fused(
+        self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"], *, decoding: bool = False
+    ) -> Float[Array, "n D"]:
         """Projects the hidden state h and the embedding e. Each tensor rank multiplies its own features."""
-        eh_NF = self.residual.whole(jnp.concatenate([self.enorm(e_nD), self.hnorm(h_nD)], axis=1))
-        if self.residual.ranks > 1:
-            own = eh_NF.shape[1] // self.residual.ranks
+        residual = self.residual.decoding if decoding else self.residual
+        eh_NF = residual.whole(jnp.concatenate([self.enorm(e_nD), self.hnorm(h_nD)], axis=1))
+        if residual.ranks > 1:
+            own = eh_NF.shape[1] // residual.ranks
             eh_NF = jax.lax.dynamic_slice_in_dim(eh_NF, own * jax.lax.axis_index(TENSOR), own, axis=1)
-        return self.residual.total(self.eh_proj(eh_NF))
+        return residual.total(self.eh_proj(eh_NF))
 
 
 class MultiTokenPrediction(HybridLayers):
@@ -73,13 +80,36 @@ class MultiTokenPrediction(HybridLayers):
         segments: here a position is padding if its document has no token that far in the future.
         """
         number = 0 if self.shared else depth
-        graph, states = nnx.split(self.depths)
-        own = gathered_state(jax.tree.map(lambda w: w[number], states), h_nD.dtype)
-        of_depth = nnx.merge(graph, own)
+        of_depth = self._depth(number, h_nD.dtype)
         with adapting(segments.adapted):
             x_nD = of_depth.fused(h_nD, e_nD)
         x_nD, routing = self.stage(self.stages.patterns[number], number, x_nD, segments)
         return of_depth.final_layernorm(x_nD), routing
+
+    def prefill_first(
+        self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"], segments: Segments, prompts: Prompts
+    ) -> Cache:
+        """What depth 0 keeps of prompts for decoding: (fixed, state) by letter. Arguments: as for a call;
+        prompts: those of the positions that have a future token."""
+        with adapting(segments.adapted):
+            x_nD = self._depth(0, h_nD.dtype).fused(h_nD, e_nD)
+        return self.prefill(self.stages.patterns[0], 0, x_nD, segments, prompts)[1]
+
+    def step_first(
+        self, h_ND: Float[Array, "N D"], e_ND: Float[Array, "N D"], fixed: Cache, state: Cache, now: Now
+    ) -> tuple[Float[Array, "N D"], Cache]:
+        """Depth 0 over the newest tokens: the head's input, and the state after them."""
+        first = self._depth(0, h_ND.dtype)
+        with adapting(now.adapted):
+            x_ND = first.fused(h_ND, e_ND, decoding=True)
+        x_ND, state = self.step(self.stages.patterns[0], 0, x_ND, fixed, state, now)
+        return first.final_layernorm(x_ND), state
+
+    def _depth(self, number: int, dtype: Any) -> Depth:
+        """The layers around this depth's blocks."""
+        graph, states = nnx.split(self.depths)
+        own = gathered_state(jax.tree.map(lambda w: w[number], states), dtype)
+        return nnx.merge(graph, own)
 
     def routing_of_depths(self, routing: list[Routing]) -> Routing:
         """Combines the depths' Routings into one, with a row for every layer of the stack that routes tokens.

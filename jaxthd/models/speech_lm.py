@@ -187,6 +187,17 @@ class SpeechLM(nnx.Module):
             return segments
         return replace(segments, adapted=self._with_audio(batch, axes))
 
+    def segments_ahead(self, batch: Batch, depth: int, axes: tuple[str, ...]) -> Segments:
+        """The documents for a depth of multi-token prediction: a position is padding if its document has no
+        token that far in the future."""
+        has_token_RT = batch.future_tokens[:, depth] >= 0
+        ahead = batch._replace(
+            segment_ids=jnp.where(has_token_RT, batch.segment_ids, 0),
+            positions=jnp.where(has_token_RT, batch.positions, 0),
+            prefixes=None,
+        )
+        return self.segments(ahead, axes, in_stages=False)
+
     def _with_audio(self, batch: Batch, axes: tuple[str, ...]) -> Bool[Array, " N"]:
         """Whether each token's document has audio, on whichever context rank."""
         rows, tokens = batch.tokens.shape
@@ -210,14 +221,21 @@ class SpeechLM(nnx.Module):
         return x_nD, buffers
 
     def embed_with_future(
-        self, batch: Batch, *, axes: tuple[str, ...], train: bool, with_labels: bool = False
+        self,
+        batch: Batch,
+        *,
+        axes: tuple[str, ...],
+        train: bool,
+        with_labels: bool = False,
+        depths: int | None = None,
     ) -> tuple[list[Float[Array, "n D"]], dict[str, Any]]:
         """As embed, with a list of embeddings: those of the tokens, then those of each depth's future tokens.
 
         Where a document has no token that far on, the embedding is that of token 0, and is not used.
         with_labels: whether the buffers have the encoder's loss on labels (contract.LABEL_LOSS) too.
+        depths: only the first ones; None: all of the batch.
         """
-        depths = batch.future_tokens.shape[1]
+        depths = batch.future_tokens.shape[1] if depths is None else depths
         return self._embedded(batch, depths, axes=axes, train=train, with_labels=with_labels)
 
     def _embedded(
@@ -325,13 +343,7 @@ class SpeechLM(nnx.Module):
 
         own_N = scored(h_nD, batch.targets, batch.weights)
         for depth, e_nD in enumerate(future):
-            has_token_RT = batch.future_tokens[:, depth] >= 0
-            ahead = batch._replace(
-                segment_ids=jnp.where(has_token_RT, batch.segment_ids, 0),
-                positions=jnp.where(has_token_RT, batch.positions, 0),
-                prefixes=None,
-            )
-            h_nD, of_depth = self.mtp(depth, h_nD, e_nD, self.segments(ahead, axes, in_stages=False))
+            h_nD, of_depth = self.mtp(depth, h_nD, e_nD, self.segments_ahead(batch, depth, axes))
             log_probs.append(scored(h_nD, batch.future_targets[:, depth], batch.future_weights[:, depth]))
             routing.append(of_depth)
         return own_N, FutureScores(jnp.stack(log_probs), routing)

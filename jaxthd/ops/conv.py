@@ -220,6 +220,18 @@ def last_inputs(
     return x_DkC.reshape(first_RD.size, taps - 1, x_NC.shape[1])
 
 
+def next_inputs(
+    last_nkC: Float[Array, "n k C"], new_nLC: Float[Array, "n L C"]
+) -> tuple[Float[Array, "n_L K C"], Float[Array, "n L k C"]]:
+    """The inputs of the taps at each of L more tokens of n documents, and the state after each of them.
+
+    last: the state before the first of them (last_inputs).
+    """
+    taps, inputs_nC = last_nkC.shape[1] + 1, jnp.concatenate([last_nkC, new_nLC], axis=1)
+    taken_nLKC = jnp.stack([inputs_nC[:, i : i + taps] for i in range(new_nLC.shape[1])], axis=1)
+    return taken_nLKC.reshape(-1, *taken_nLKC.shape[2:]), taken_nLKC[:, :, 1:]
+
+
 def _halo(x_RSLC: Array, reach: int, segments: Segments) -> Array:
     """The `reach` tokens before each context chunk, zeros before the row: [R, S, reach, C].
     DualChunkSwap.before says which ranks hold them.

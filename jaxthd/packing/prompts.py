@@ -7,8 +7,13 @@ prompt needs. Prompts stay packed in their buffer, and nothing is padded to the 
 Several answers can be decoded to one prompt. Then each of the rank's n places names the prompt that it
 answers, and what a place needs of its prompt is computed once for the prompt.
 
+A step of decoding takes a token of every document, or several: the newest one, and those that are drafted
+after it. The state of a layer is then kept after each of them, and the next step goes on from the state after
+the last token that was accepted (models/decoding.py).
+
 Legend: R rows, D most documents of a row (a multiple of the context axis), n documents that this rank
-decodes: R * D over the context axis, or as many as there are places.
+decodes: R * D over the context axis, or as many as there are places; L tokens that a step takes of each,
+N = n * L, m tokens of a document that a layer has room for.
 """
 
 from collections.abc import Callable, Iterator
@@ -100,7 +105,7 @@ class Prompts:
     keys: which keys of all ranks, in document order, the new tokens of this rank's n documents attend to.
     places: the prompt that each of this rank's n places answers, of R * D, or -1; None where this rank's
         documents are its share of the prompts.
-    documents: n. new_tokens: most tokens to decode. block: the attention block.
+    documents: n. new_tokens: most tokens to decode. block: the attention block. step_tokens: L.
     """
 
     ends: PromptEnds
@@ -110,6 +115,7 @@ class Prompts:
     documents: int
     new_tokens: int
     block: int
+    step_tokens: int = 1
 
     def share(self, x: Array, segments: Segments) -> Array:
         """Takes [R * D, ...], zero except on the rank with the prompt's end; returns this rank's [n, ...]."""
@@ -119,6 +125,16 @@ class Prompts:
             x = jax.lax.psum(x, segments.axis)
         return x if self.places is None else self._of_places(x)
 
+    def state(self, x: Array, segments: Segments) -> Array:
+        """The state [n, L, ...] from which Now.latest takes what `share` returns."""
+        x = self.share(x, segments)[:, None]
+        return jnp.broadcast_to(x, (x.shape[0], self.step_tokens, *x.shape[2:]))
+
+    def room(self, window: int = 0) -> int:
+        """m: tokens of a document that a layer keeps whose tokens see `window` of them, or all if it is 0.
+        Drafted ones do not take the place of any that are seen."""
+        return min(self.new_tokens, window or self.new_tokens) + self.step_tokens - 1
+
     def _of_places(self, x: Array) -> Array:
         assert self.places is not None
         is_some = (self.places >= 0).reshape(-1, *[1] * (x.ndim - 1))
@@ -126,37 +142,96 @@ class Prompts:
 
 
 class Now(NamedTuple):
-    """A step of decoding.
+    """A step of decoding. The N tokens lie document after document.
 
-    keys, block: as in Prompts. token: the number of each document's new token, from 0. positions: the index
-    of that token in its document, prompt included. active: documents that have not ended.
+    keys, block: as in Prompts, for each token. token: the number of each token among the document's new ones,
+        from 0. positions: its index in the document, prompt included. active: documents that have not ended,
+        for each token.
     order: the documents in the order of their prompts' keys, which is the order of `keys`; None where they
         have it.
-    adapted: the documents that low-rank matrices are on for; None: all.
+    adapted: the tokens that low-rank matrices are on for; None: all.
+    documents: n. accepted: the tokens of the last step after which documents go on; None: the first ones.
     """
 
     keys: KeyIntervals
     block: int
-    token: Int32[Array, " n"]
-    positions: Int32[Array, " n"]
-    active: Bool[Array, " n"]
+    token: Int32[Array, " N"]
+    positions: Int32[Array, " N"]
+    active: Bool[Array, " N"]
     order: Int32[Array, " n"] | None
-    adapted: Bool[Array, " n"] | None = None
+    adapted: Bool[Array, " N"] | None
+    documents: int
+    accepted: Int32[Array, " n"] | None
 
-    def of_prompts(self, attend: Callable[[Array], tuple[Array, Array]], q_nHd: Array) -> tuple[Array, Array]:
-        """attend(queries in the order of the prompts' keys), two arrays [n, ...], in the documents' order."""
+    @property
+    def query_block(self) -> int:
+        """Tokens in a block of queries to the prompts' keys."""
+        return query_block(len(self.token) // self.documents)
+
+    def by_document(self, x: Array) -> Array:
+        """[N, ...] -> [n, L, ...]."""
+        return x.reshape(self.documents, -1, *x.shape[1:])
+
+    def latest(self, x: Array) -> Array:
+        """The states [n, ...] to go on from, of those after each token of the last step, [n, its L, ...]."""
+        if self.accepted is None or x.shape[1] == 1:
+            return x[:, 0]
+        at = self.accepted.reshape(-1, *[1] * (x.ndim - 1))
+        return jnp.take_along_axis(x, at, axis=1)[:, 0]
+
+    def kept(self, old: Array, new_N: Array) -> Array:
+        """The new tokens' values [N, ...] among those of earlier ones, [n, m, ...] (Prompts.room). They take
+        the place of the oldest, and of those that were drafted and not accepted."""
+        new_nL, room = self.by_document(new_N), old.shape[1]
+        first_n1 = self.by_document(self.token)[:, :1]
+        number_nm = (jnp.arange(room, dtype=jnp.int32) - first_n1) % room
+        for number in range(new_nL.shape[1]):
+            is_it = (number_nm == number).reshape(*number_nm.shape, *[1] * (old.ndim - 2))
+            old = jnp.where(is_it, new_nL[:, number, None], old)
+        return old
+
+    def seen(self, room: int, window: int = 0) -> Bool[Array, "n L m"]:
+        """Which of the m kept tokens each new one sees. window: tokens that it sees at most; 0: all."""
+        token_nL1 = self.by_document(self.token)[..., None]
+        age_nLm = (token_nL1 - jnp.arange(room, dtype=jnp.int32)) % room
+        seen_nLm = age_nLm <= token_nL1
+        return seen_nLm & (age_nLm < window) if window else seen_nLm
+
+    def in_order(self, x_N: Array) -> Array:
+        """Values of the tokens, in the order of the prompts' keys."""
+        return x_N if self.order is None else self.by_document(x_N)[self.order].reshape(x_N.shape)
+
+    def of_prompts(self, attend: Callable[[Array], tuple[Array, Array]], q_NHd: Array) -> tuple[Array, Array]:
+        """attend(queries in the order of the prompts' keys), two arrays [N, ...], in the documents' order."""
+        out, lse = attend(self.in_order(q_NHd))
         if self.order is None:
-            return attend(q_nHd)
-        back_n = jnp.argsort(self.order)
-        out, lse = attend(q_nHd[self.order])
-        return out[back_n], lse[back_n]
+            return out, lse
+        back = self._replace(order=jnp.argsort(self.order))
+        return back.in_order(out), back.in_order(lse)
+
+
+def query_block(step_tokens: int) -> int:
+    """Tokens in a block of queries to the prompts' keys: those of DOCUMENTS_BLOCK documents."""
+    return DOCUMENTS_BLOCK * step_tokens
+
+
+def queries_of(keys: KeyIntervals, step_tokens: int, block: int) -> KeyIntervals:
+    """The keys that each of a step's tokens sees, from those of its document."""
+    if step_tokens == 1:
+        return keys
+    lo, hi = (jnp.repeat(x, step_tokens) for x in (keys.lo, keys.hi))
+    return key_intervals(lo, hi, block, query_block(step_tokens))
 
 
 def make_prompts(
-    ends: PromptEnds, segments: Segments, new_tokens: int, places: Int32[Array, " n"] | None = None
+    ends: PromptEnds,
+    segments: Segments,
+    new_tokens: int,
+    places: Int32[Array, " n"] | None = None,
+    step_tokens: int = 1,
 ) -> Prompts:
     """Called inside the step's shard_map. ends: for this data rank's rows, equal on all its context ranks.
-    places: see Prompts.
+    places, step_tokens: see Prompts.
     """
     rows, entries = ends.first.shape
     tokens = len(segments.ids) // rows * segments.context
@@ -177,4 +252,5 @@ def make_prompts(
         documents=documents,
         new_tokens=new_tokens,
         block=segments.block,
+        step_tokens=step_tokens,
     )

@@ -89,6 +89,31 @@ def _patterns(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         )
 
 
+def _drafting(config: Config, device: DeviceFacts) -> Iterator[Finding]:
+    """Checks that decoding can draft with multi-token prediction, if it should."""
+    llm, drafted = config.model.llm, config.compute.num_speculative_tokens
+    if not drafted:
+        return
+    found, change = f"compute.num_speculative_tokens is {drafted}", "set compute.num_speculative_tokens to 0"
+    if not llm.mtp_pattern:
+        yield Finding(
+            f'{found} with model.llm.mtp_pattern ""',
+            "0, because the model has no multi-token prediction to draft with",
+            f"{change}, or use a model that was trained with it (model.llm.mtp_pattern, train.mtp_loss)",
+        )
+    if config.mesh.pipeline > 1 or config.rollout_mesh.pipeline > 1:
+        expected = "0 with mesh.pipeline above 1: stages that follow each other do not draft"
+        yield Finding(found, expected, f"{change}, or mesh.pipeline to 1")
+    still = sorted(x for x in llm.kinds if x in llm.blocks and not llm.blocks[x].rolls_back)
+    if still:
+        names = ", ".join(f"{x} ({llm.blocks[x].title})" for x in still)
+        yield Finding(
+            f"{found} with blocks {names} of model.llm.blocks",
+            "blocks that take several tokens at once and go on after any of them (Block.rolls_back)",
+            change,
+        )
+
+
 def _blocks(config: Config, device: DeviceFacts) -> Iterator[Finding]:
     """Checks the settings of each kind of block, and that they agree."""
     llm = config.model.llm
@@ -174,4 +199,4 @@ def _scan_kernels(config: Config, device: DeviceFacts) -> Iterator[Finding]:
         yield Finding(f"{found} on {where}", f"{least} or more, which has bfloat16 matrix units", change)
 
 
-RULES = (_encoder, _patterns, _blocks, _dtype, _attention_kernels, _scan_kernels)
+RULES = (_encoder, _patterns, _drafting, _blocks, _dtype, _attention_kernels, _scan_kernels)

@@ -7,7 +7,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import pytest
@@ -67,6 +67,13 @@ def with_changes(changes: dict[str, Any]) -> Config:
             node = node[group] if isinstance(node, dict) else getattr(node, group)
         object.__setattr__(node, name, copy.deepcopy(value))
     return config
+
+
+@dataclass(frozen=True, kw_only=True)
+class OneByOne(MLP):
+    """A block that takes one token of a document at a time."""
+
+    rolls_back: ClassVar[bool] = False
 
 
 class Case(NamedTuple):
@@ -187,6 +194,19 @@ CASES = [
         | {"model.llm.blocks.*.heads": 6, "model.llm.blocks.*.kv_heads": 3}
         | {"model.llm.vocab_size": 261, "data.audio_capacity": 24000},
         "set mesh.tensor to 1 or 2",
+    ),
+    Case(
+        {"compute.num_speculative_tokens": 2},
+        'compute.num_speculative_tokens is 2 with model.llm.mtp_pattern ""',
+    ),
+    Case(
+        {**PIPELINE, "model.llm.mtp_pattern": "*", "compute.num_speculative_tokens": 1},
+        "expected 0 with mesh.pipeline above 1",
+    ),
+    Case(
+        {"model.llm.pattern": "*-", "model.llm.mtp_pattern": "*", "compute.num_speculative_tokens": 1}
+        | {"model.llm.blocks": Blocks({"*": Attention(), "-": OneByOne()})},
+        "compute.num_speculative_tokens is 1 with blocks - (MLP) of model.llm.blocks",
     ),
     # What tensor and pipeline ranks share.
     Case(

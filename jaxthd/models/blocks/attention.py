@@ -1,7 +1,7 @@
 """Grouped-query attention (Nemotron-H, 2025; Nemotron 3, 2025; Qwen3, 2025; GPT-OSS, 2025).
 
 Legend: N tokens, D model dim, H query heads of this rank, K key and value heads, d head dim, G = H / K; in
-decoding n documents of this rank, m new tokens of each.
+decoding n documents of this rank, L tokens of each that a step takes, N = n L, m kept of each.
 """
 
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
 from jaxthd.packing.intervals import KeyIntervals, key_intervals
-from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
+from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
@@ -52,6 +52,7 @@ class Attention(Block):
     title = "attention"
     letter = "*"
     splits_documents = True
+    rolls_back = True
     read_with_others = ("rope.*", "window")
     equal_sizes = ("heads",)
     shared_sizes = ("kv_heads",)
@@ -175,29 +176,26 @@ class AttentionMixer(nnx.Module):
         """
         q_NHd, k_NKd, v_NKd = self._project(x_ND, segments.sequence_positions)
         fixed = [gather_in_order(x, segments) for x in (k_NKd, v_NKd)]
-        tokens = min(prompts.new_tokens, self.window) if self.window else prompts.new_tokens
-        room = jnp.zeros((prompts.documents, tokens, *k_NKd.shape[1:]), k_NKd.dtype)
+        room = jnp.zeros((prompts.documents, prompts.room(self.window), *k_NKd.shape[1:]), k_NKd.dtype)
         return Prefilled(self._attend(x_ND, q_NHd, k_NKd, v_NKd, segments), fixed, [room, room])
 
     def step(
-        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
-    ) -> tuple[Float[Array, "n D"], list[Array]]:
-        q_nHd, *new = self._project(x_nD, now.positions)
-        is_new_nm, seen_nm = self._own_tokens(state[0].shape[1], now)
-        k_nmKd, v_nmKd = state = [
-            jnp.where(is_new_nm[..., None, None], x[:, None], old) for old, x in zip(state, new, strict=True)
-        ]
-        scale, kv_heads, acc = self.scale, k_nmKd.shape[2], accumulation_dtype(x_nD)
-        prompt, prompt_lse = now.of_prompts(partial(self._attend_prompts, fixed, now, scale), q_nHd)
-        q_nKGd = q_nHd.reshape(len(q_nHd), kv_heads, -1, self.head_dim)
-        s_nKGm = scale * jnp.einsum("nkgd,nmkd->nkgm", q_nKGd, k_nmKd, preferred_element_type=acc)
-        s_nKGm = jnp.where(seen_nm[:, None, None], s_nKGm, -jnp.inf)
-        lse_nKG = jax.nn.logsumexp(s_nKGm, axis=-1)
-        p_nKGm = jnp.exp(s_nKGm - lse_nKG[..., None]).astype(v_nmKd.dtype)
-        own = jnp.einsum("nkgm,nmkd->nkgd", p_nKGm, v_nmKd, preferred_element_type=acc)
-        found = merge(prompt, prompt_lse, own.reshape(q_nHd.shape), lse_nKG.reshape(q_nHd.shape[:2]))
-        o_nHd, _ = with_sink(*found, self._sink())
-        return self._finish(o_nHd.astype(x_nD.dtype), x_nD), state
+        self, x_ND: Float[Array, "N D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "N D"], list[Array]]:
+        q_NHd, *new = self._project(x_ND, now.positions)
+        k_nmKd, v_nmKd = state = [now.kept(old, x) for old, x in zip(state, new, strict=True)]
+        scale, kv_heads, acc = self.scale, k_nmKd.shape[2], accumulation_dtype(x_ND)
+        prompt, prompt_lse = now.of_prompts(partial(self._attend_prompts, fixed, now, scale), q_NHd)
+        q_nLKGd = now.by_document(q_NHd.reshape(len(q_NHd), kv_heads, -1, self.head_dim))
+        s_nLKGm = scale * jnp.einsum("nlkgd,nmkd->nlkgm", q_nLKGd, k_nmKd, preferred_element_type=acc)
+        seen_nLm = now.seen(k_nmKd.shape[1], self.window)
+        s_nLKGm = jnp.where(seen_nLm[:, :, None, None], s_nLKGm, -jnp.inf)
+        lse_nLKG = jax.nn.logsumexp(s_nLKGm, axis=-1)
+        p_nLKGm = jnp.exp(s_nLKGm - lse_nLKG[..., None]).astype(v_nmKd.dtype)
+        own = jnp.einsum("nlkgm,nmkd->nlkgd", p_nLKGm, v_nmKd, preferred_element_type=acc)
+        found = merge(prompt, prompt_lse, own.reshape(q_NHd.shape), lse_nLKG.reshape(q_NHd.shape[:2]))
+        o_NHd, _ = with_sink(*found, self._sink())
+        return self._finish(o_NHd.astype(x_ND.dtype), x_ND), state
 
     def _attend_prompts(
         self, fixed: list[Array], now: Now, scale: float, q_nHd: Array
@@ -205,25 +203,15 @@ class AttentionMixer(nnx.Module):
         """Output and log-sum-exp over the prompts' keys."""
         keys, backend = self._prompt_keys(now), for_any_intervals(self.backend)
         if backend is BLOCKWISE:
-            return attention_forward(q_nHd, fixed[0], fixed[1], keys, scale, now.block, DOCUMENTS_BLOCK)
+            return attention_forward(q_nHd, fixed[0], fixed[1], keys, scale, now.block, now.query_block)
         call = Call(key_intervals(keys.lo, keys.hi, now.block), False, now.block, None)
         return backend.forward(q_nHd, fixed[0], fixed[1], call, scale)
-
-    def _own_tokens(self, room: int, now: Now) -> tuple[Array, Array]:
-        """(where the newest token of each document is put, which tokens it sees) of the m that there is room
-        for, [n, m].
-        """
-        number_m, token_n1 = jnp.arange(room, dtype=jnp.int32), now.token[:, None]
-        if not self.window:
-            return number_m == token_n1, number_m <= token_n1
-        return number_m == token_n1 % room, (token_n1 - number_m) % room <= token_n1
 
     def _prompt_keys(self, now: Now) -> KeyIntervals:
         if not self.window:
             return now.keys
-        token_n = now.token if now.order is None else now.token[now.order]
-        nearest_n = now.keys.hi + token_n - (self.window - 1)
-        return key_intervals(jnp.maximum(now.keys.lo, nearest_n), now.keys.hi, now.block, DOCUMENTS_BLOCK)
+        nearest_N = now.keys.hi + now.in_order(now.token) - (self.window - 1)
+        return key_intervals(jnp.maximum(now.keys.lo, nearest_N), now.keys.hi, now.block, now.query_block)
 
     def _sink(self) -> Array | None:
         return None if self.sinks is None else self.sinks[...]

@@ -65,9 +65,13 @@ class Mixer(Protocol):
         ...
 
     def step(
-        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
-    ) -> tuple[Float[Array, "n D"], list[Array]]:
-        """One more token of every document of this rank: its outputs, and the state after it."""
+        self, x_ND: Float[Array, "N D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "N D"], list[Array]]:
+        """One more token of every document of this rank: its outputs, and the state after it.
+
+        With Block.rolls_back: L tokens of every document (Now), and the state after each of them, from which
+        the next step takes the one that it goes on from (Prompts.state, Now.latest).
+        """
         ...
 
 

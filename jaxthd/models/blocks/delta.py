@@ -22,7 +22,7 @@ from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table, matrix
 from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
-from jaxthd.ops.conv import causal_conv, last_inputs
+from jaxthd.ops.conv import causal_conv, last_inputs, next_inputs
 from jaxthd.ops.delta.rule import DeltaInputs
 from jaxthd.ops.delta.split_documents import outputs_and_states
 from jaxthd.ops.numerics import accumulation_dtype
@@ -46,6 +46,7 @@ class GatedDelta(Block):
     title = "gated delta rule"
     letter = "D"
     splits_documents = True
+    rolls_back = True
     equal_sizes = ("value_heads",)
     shared_sizes = ("key_heads",)
     convolution = "conv"
@@ -153,27 +154,31 @@ class DeltaMixer(nnx.Module):
         ends = segments.local_index(prompts.ends.last)
         y_NHV, state_DHKV = outputs_and_states(inputs, segments, ends, chunk=self.chunk)
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_v.shape[0], segments)
-        state = [prompts.share(x, segments) for x in (last_DkC, state_DHKV)]
+        state = [prompts.state(x, segments) for x in (last_DkC, state_DHKV)]
         return Prefilled(self._finish(y_NHV, x_ND), [], state)
 
     def step(
-        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
-    ) -> tuple[Float[Array, "n D"], list[Array]]:
-        last_nkC, state_nHKV = state
-        window_nKC = jnp.concatenate([last_nkC, self._project(x_nD)[:, None]], axis=1)
-        convolved_nC = jax.nn.silu((window_nKC * self._taps(x_nD.dtype)).sum(axis=1))
-        given = self._by_head(convolved_nC, self._decays(x_nD), self._rates(x_nD))
-        acc = state_nHKV.dtype
-        q_nHK, k_nHK = (
-            jnp.repeat(x, state_nHKV.shape[1] // x.shape[1], axis=1).astype(acc) for x in given[:2]
-        )
-        factors_nHK1 = jnp.exp(given.decay).reshape(*state_nHKV.shape[:2], -1, 1)
-        state_nHKV = factors_nHK1 * state_nHKV
-        known_nHV = jnp.einsum("nhkv,nhk->nhv", state_nHKV, k_nHK)
-        written_nHV = given.rate[..., None] * (given.v.astype(acc) - known_nHV)
-        state_nHKV = state_nHKV + k_nHK[..., None] * written_nHV[:, :, None]
-        y_nHV = jnp.einsum("nhkv,nhk->nhv", state_nHKV, q_nHK)
-        return self._finish(y_nHV, x_nD), [window_nKC[:, 1:], state_nHKV]
+        self, x_ND: Float[Array, "N D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "N D"], list[Array]]:
+        last_nkC, state_nHKV = map(now.latest, state)
+        window_NKC, last_nLkC = next_inputs(last_nkC, now.by_document(self._project(x_ND)))
+        convolved_NC = jax.nn.silu((window_NKC * self._taps(x_ND.dtype)).sum(axis=1))
+        inputs = self._by_head(convolved_NC, self._decays(x_ND), self._rates(x_ND))
+        acc, heads = state_nHKV.dtype, state_nHKV.shape[1]
+        q_NHK, k_NHK = (jnp.repeat(x, heads // x.shape[1], axis=1).astype(acc) for x in inputs[:2])
+        factors_NHK1 = jnp.exp(inputs.decay).reshape(len(x_ND), heads, -1, 1)
+        each_N = k_NHK, inputs.v.astype(acc), inputs.rate, factors_NHK1
+        each_Ln = (now.by_document(x).swapaxes(0, 1) for x in each_N)
+        states = []
+        for k_nHK, v_nHV, rate_nH, factors_nHK1 in zip(*each_Ln, strict=True):
+            state_nHKV = factors_nHK1 * state_nHKV
+            known_nHV = jnp.einsum("nhkv,nhk->nhv", state_nHKV, k_nHK)
+            written_nHV = rate_nH[..., None] * (v_nHV - known_nHV)
+            state_nHKV = state_nHKV + k_nHK[..., None] * written_nHV[:, :, None]
+            states.append(state_nHKV)
+        state_nLHKV = jnp.stack(states, axis=1)
+        y_nLHV = jnp.einsum("nlhkv,nlhk->nlhv", state_nLHKV, now.by_document(q_NHK))
+        return self._finish(y_nLHV.reshape(-1, *y_nLHV.shape[2:]), x_ND), [last_nLkC, state_nLHKV]
 
     # --- before the rule ---
 

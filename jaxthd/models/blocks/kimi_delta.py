@@ -35,6 +35,7 @@ class KimiDelta(Block):
     title = "Kimi delta attention"
     letter = "K"
     splits_documents = True
+    rolls_back = True
     equal_sizes = ("heads",)
     convolution = "conv"
     kind: Annotated[Literal["kimi_delta"], DERIVED] = "kimi_delta"

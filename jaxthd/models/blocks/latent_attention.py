@@ -35,7 +35,7 @@ from jaxthd.ops.attention.ring import gather_in_order, gathered_attention, merge
 from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
-from jaxthd.packing.prompts import DOCUMENTS_BLOCK, Now, Prompts
+from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
@@ -48,6 +48,7 @@ class LatentAttention(Block):
     title = "latent attention"
     letter = "L"
     splits_documents = True
+    rolls_back = True
     read_with_others = ("rope.*",)
     equal_sizes = ("heads",)
     kind: Annotated[Literal["latent_attention"], DERIVED] = "latent_attention"
@@ -154,32 +155,31 @@ class LatentAttentionMixer(nnx.Module):
         """Fixed: what is kept of all prompts' tokens. State: room for the new tokens' own."""
         positions_N = segments.sequence_positions
         kept_NC = self._kept(x_ND, positions_N)
-        room = jnp.zeros((prompts.documents, prompts.new_tokens, self.sizes.kept), kept_NC.dtype)
+        room = jnp.zeros((prompts.documents, prompts.room(), self.sizes.kept), kept_NC.dtype)
         fixed = gather_in_order(kept_NC[:, None], segments)
         return Prefilled(self._attend(self._queries(x_ND, positions_N), kept_NC, segments), [fixed], [room])
 
     def step(
-        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
-    ) -> tuple[Float[Array, "n D"], list[Array]]:
-        (kept_S1C,), acc = fixed, accumulation_dtype(x_nD)
-        keys_RHn, values_RHV = self._expansion(x_nD.dtype)
-        q_nHn, q_nHr = self._queries(x_nD, now.positions)
-        q_nHC = jnp.concatenate([jnp.einsum("nhd,rhd->nhr", q_nHn, keys_RHn), q_nHr], axis=-1)
-        number_m, token_n1 = jnp.arange(state[0].shape[1], dtype=jnp.int32), now.token[:, None]
-        is_new_nm1 = (number_m == token_n1)[..., None]
-        own_nmC = jnp.where(is_new_nm1, self._kept(x_nD, now.positions)[:, None], state[0])
+        self, x_ND: Float[Array, "N D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "N D"], list[Array]]:
+        (kept_S1C,), acc = fixed, accumulation_dtype(x_ND)
+        keys_RHn, values_RHV = self._expansion(x_ND.dtype)
+        q_NHn, q_NHr = self._queries(x_ND, now.positions)
+        q_NHC = jnp.concatenate([jnp.einsum("nhd,rhd->nhr", q_NHn, keys_RHn), q_NHr], axis=-1)
+        own_nmC = now.kept(state[0], self._kept(x_ND, now.positions))
         # The kept vectors are the values too: what is weighted of their rotated features is dropped.
-        keys = kept_S1C, kept_S1C, now.keys, self.scale, now.block, DOCUMENTS_BLOCK
-        prompt, prompt_lse = now.of_prompts(lambda q_nHC: attention_forward(q_nHC, *keys), q_nHC)
-        s_nHm = self.scale * jnp.einsum("nhc,nmc->nhm", q_nHC, own_nmC, preferred_element_type=acc)
-        s_nHm = jnp.where((number_m <= token_n1)[:, None], s_nHm, -jnp.inf)
-        lse_nH = jax.nn.logsumexp(s_nHm, axis=-1)
-        p_nHm = jnp.exp(s_nHm - lse_nH[..., None]).astype(own_nmC.dtype)
-        own = jnp.einsum("nhm,nmc->nhc", p_nHm, own_nmC, preferred_element_type=acc)
-        o_nHC, _ = merge(prompt, prompt_lse, own, lse_nH)
-        o_nHR = o_nHC[..., : self.sizes.kv_lora_rank].astype(x_nD.dtype)
-        o_nHV = jnp.einsum("nhr,rhv->nhv", o_nHR, values_RHV)
-        return self.out(o_nHV.reshape(len(x_nD), -1)), [own_nmC]
+        keys = kept_S1C, kept_S1C, now.keys, self.scale, now.block, now.query_block
+        prompt, prompt_lse = now.of_prompts(lambda q_NHC: attention_forward(q_NHC, *keys), q_NHC)
+        q_nLHC = now.by_document(q_NHC)
+        s_nLHm = self.scale * jnp.einsum("nlhc,nmc->nlhm", q_nLHC, own_nmC, preferred_element_type=acc)
+        s_nLHm = jnp.where(now.seen(own_nmC.shape[1])[:, :, None], s_nLHm, -jnp.inf)
+        lse_nLH = jax.nn.logsumexp(s_nLHm, axis=-1)
+        p_nLHm = jnp.exp(s_nLHm - lse_nLH[..., None]).astype(own_nmC.dtype)
+        own = jnp.einsum("nlhm,nmc->nlhc", p_nLHm, own_nmC, preferred_element_type=acc)
+        o_NHC, _ = merge(prompt, prompt_lse, own.reshape(prompt.shape), lse_nLH.reshape(prompt_lse.shape))
+        o_NHR = o_NHC[..., : self.sizes.kv_lora_rank].astype(x_ND.dtype)
+        o_NHV = jnp.einsum("nhr,rhv->nhv", o_NHR, values_RHV)
+        return self.out(o_NHV.reshape(len(x_ND), -1)), [own_nmC]
 
     def _queries(self, x_ND: Array, positions_N: Array) -> tuple[Array, Array]:
         """The features of every head without rotation, and the rotated ones."""

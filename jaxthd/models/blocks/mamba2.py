@@ -23,7 +23,7 @@ from jaxthd.files.tensor_names import Table, matrix, rows
 from jaxthd.models.blocks.contract import Prefilled, residual_std, step_bias
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.ops.backend import resolve_backend
-from jaxthd.ops.conv import causal_conv, last_inputs
+from jaxthd.ops.conv import causal_conv, last_inputs, next_inputs
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.backends import scan
 from jaxthd.ops.scan.contract import ScanInputs
@@ -45,6 +45,7 @@ class Mamba2(Block):
     title = "Mamba2"
     letter = "M"
     splits_documents = True
+    rolls_back = True
     equal_sizes = ("heads",)
     shared_sizes = ("groups",)
     convolution = "conv"
@@ -172,25 +173,32 @@ class Mamba2Mixer(nnx.Module):
         ends = segments.local_index(prompts.ends.last)
         y_NHP, state_DHPS = ssd_and_states(inputs, segments, ends, chunk=self.chunk)
         last_DkC = last_inputs(inputs_NC, *prompts.ends, self.conv_x.shape[0], segments)
-        state = [prompts.share(x, segments) for x in (last_DkC, state_DHPS)]
+        state = [prompts.state(x, segments) for x in (last_DkC, state_DHPS)]
         return Prefilled(self._scan_outputs(y_NHP, inputs.x, x_ND), [], state)
 
     def step(
-        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
-    ) -> tuple[Float[Array, "n D"], list[Array]]:
-        last_nkC, state_nHPS = state
-        window_nKC = jnp.concatenate([last_nkC, self._project(x_nD)[:, None]], axis=1)
-        taps_KC, bias_C = self._taps(x_nD.dtype)
-        convolved_nC = jax.nn.silu(bias_C + (window_nKC * taps_KC).sum(axis=1))
-        x_nHP, dt_nH, a_H, b_nGS, c_nGS = self._by_head(
-            convolved_nC, self._time_steps(x_nD), self._rates(x_nD)
+        self, x_ND: Float[Array, "N D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "N D"], list[Array]]:
+        last_nkC, state_nHPS = map(now.latest, state)
+        window_NKC, last_nLkC = next_inputs(last_nkC, now.by_document(self._project(x_ND)))
+        taps_KC, bias_C = self._taps(x_ND.dtype)
+        convolved_NC = jax.nn.silu(bias_C + (window_NKC * taps_KC).sum(axis=1))
+        x_NHP, dt_NH, a_H, b_NGS, c_NGS = self._by_head(
+            convolved_NC, self._time_steps(x_ND), self._rates(x_ND)
         )
-        b_nHS, c_nHS = (jnp.repeat(v, x_nHP.shape[1] // v.shape[1], axis=1) for v in (b_nGS, c_nGS))
-        added_nHPS = (dt_nH[..., None] * x_nHP)[..., None] * b_nHS[:, :, None]
-        state_nHPS = jnp.exp(dt_nH * a_H)[..., None, None] * state_nHPS + added_nHPS
-        y_nHP = jnp.einsum("nhps,nhs->nhp", state_nHPS, c_nHS.astype(state_nHPS.dtype))
-        y_nHP = y_nHP + self.d[...].astype(y_nHP.dtype)[:, None] * x_nHP
-        return self._finish(y_nHP, x_nD), [window_nKC[:, 1:], state_nHPS]
+        b_NHS, c_NHS = (jnp.repeat(v, x_NHP.shape[1] // v.shape[1], axis=1) for v in (b_NGS, c_NGS))
+        added_NHPS = (dt_NH[..., None] * x_NHP)[..., None] * b_NHS[:, :, None]
+        kept_NH11 = jnp.exp(dt_NH * a_H)[..., None, None]
+        each_Ln = (now.by_document(v).swapaxes(0, 1) for v in (kept_NH11, added_NHPS))
+        states = []
+        for kept, added in zip(*each_Ln, strict=True):
+            state_nHPS = kept * state_nHPS + added
+            states.append(state_nHPS)
+        state_nLHPS = jnp.stack(states, axis=1)
+        c_nLHS = now.by_document(c_NHS).astype(state_nLHPS.dtype)
+        y_NHP = jnp.einsum("nlhps,nlhs->nlhp", state_nLHPS, c_nLHS).reshape(x_NHP.shape)
+        y_NHP = y_NHP + self.d[...].astype(y_NHP.dtype)[:, None] * x_NHP
+        return self._finish(y_NHP, x_ND), [last_nLkC, state_nLHPS]
 
     # --- before the scan ---
 

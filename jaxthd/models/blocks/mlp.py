@@ -32,6 +32,7 @@ class FFN(Block):
     """Settings that an MLP and experts have both."""
 
     splits_documents = True
+    rolls_back = True
     equal_sizes: ClassVar[tuple[str, ...]] = ("inner",)
     inner: int = 512
     """Inner dim."""

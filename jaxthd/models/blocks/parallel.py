@@ -39,6 +39,7 @@ class Parallel(Block):
     title = "attention beside Mamba2"
     letter = "H"
     splits_documents = True
+    rolls_back = True
     equal_sizes = _of_parts("equal_sizes")
     shared_sizes = _of_parts("shared_sizes")
     read_with_others = _of_parts("read_with_others")

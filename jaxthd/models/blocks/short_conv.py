@@ -18,7 +18,7 @@ from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table, matrix, rows
 from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear
-from jaxthd.ops.conv import causal_conv, last_inputs
+from jaxthd.ops.conv import causal_conv, last_inputs, next_inputs
 from jaxthd.packing.prompts import Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
@@ -31,6 +31,7 @@ class ShortConv(Block):
     title = "short convolution"
     letter = "C"
     splits_documents = True
+    rolls_back = True
     equal_sizes = ("inner",)
     convolution = "conv"
     kind: Annotated[Literal["short_conv"], DERIVED] = "short_conv"
@@ -86,16 +87,16 @@ class ShortConvMixer(nnx.Module):
         """State: the convolution's last inputs at the end of each prompt."""
         inputs_NI = self._inputs(x_ND)
         last_DkI = last_inputs(inputs_NI, *prompts.ends, len(self.conv[...]), segments)
-        return Prefilled(self._convolved(x_ND, inputs_NI, segments), [], [prompts.share(last_DkI, segments)])
+        return Prefilled(self._convolved(x_ND, inputs_NI, segments), [], [prompts.state(last_DkI, segments)])
 
     def step(
-        self, x_nD: Float[Array, "n D"], fixed: list[Array], state: list[Array], now: Now
-    ) -> tuple[Float[Array, "n D"], list[Array]]:
-        (last_nkI,) = state
-        window_nKI = jnp.concatenate([last_nkI, self._inputs(x_nD)[:, None]], axis=1)
-        taps_KI, bias_I = self._taps(x_nD.dtype)
-        convolved_nI = bias_I + (window_nKI * taps_KI).sum(axis=1)
-        return self.out(self.c(x_nD) * convolved_nI), [window_nKI[:, 1:]]
+        self, x_ND: Float[Array, "N D"], fixed: list[Array], state: list[Array], now: Now
+    ) -> tuple[Float[Array, "N D"], list[Array]]:
+        inputs_nLI = now.by_document(self._inputs(x_ND))
+        window_NKI, last_nLkI = next_inputs(now.latest(state[0]), inputs_nLI)
+        taps_KI, bias_I = self._taps(x_ND.dtype)
+        convolved_NI = bias_I + (window_NKI * taps_KI).sum(axis=1)
+        return self.out(self.c(x_ND) * convolved_NI), [last_nLkI]
 
     def _inputs(self, x_ND: Array) -> Float[Array, "N I"]:
         return self.b(x_ND) * self.x(x_ND)
