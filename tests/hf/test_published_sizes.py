@@ -3,8 +3,8 @@
 Settings are those of the published config.json, or of the file in configs/. Sources of the figures: Qwen
 team, Qwen3 Technical Report (2025); NVIDIA, Nemotron-H (2025), Nemotron Nano 2 (2025), Nemotron 3 (2025);
 OpenAI, gpt-oss model card (2025); DeepSeek-AI, DeepSeek-V3 (2024); Moonshot AI, Moonlight (2025), Kimi Linear
-(2025). The exact ones are those of the tensors in the published folders; that of Kimi-Linear, whose 48B leave
-out embedding and head, is what llama.cpp counts in it.
+(2025). The exact ones are those of the tensors in the published folders; that of Kimi-Linear is what
+llama.cpp counts in it (its card says 48B).
 """
 
 from collections.abc import Iterator
