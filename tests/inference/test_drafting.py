@@ -92,21 +92,24 @@ def config_of(
 
 
 @functools.cache
-def weights(config: Config) -> tuple[Any, Any]:
-    """With six tokens that are likely, so that drafts of random weights are accepted now and then."""
+def weights(config: Config, end: float = 2.0) -> tuple[Any, Any]:
+    """With six tokens that are likely, so that drafts of random weights are accepted now and then.
+
+    end: how likely the token is that ends an answer; -2: it is not.
+    """
     _, params, buffers = random_state(Blueprint(replace(config, mesh=MeshConfig())).model)
     embedding, head = 0.5 * params["embedding"], params["head"].copy()
     likely = np.isin(np.arange(264), [TOKENIZER.eos_id, *range(97, 102)])
     # Every hidden state has a large first feature, which only these tokens' rows of the head look for.
     embedding[:, 0] += 1.0
     head[:, 0] = np.where(likely, 2.0, -2.0)
-    head[TOKENIZER.eos_id, 0] = 1.5  # the likeliest answers do not end at once
+    head[TOKENIZER.eos_id, 0] = end
     return {**params, "embedding": embedding, "head": head}, buffers
 
 
 @functools.cache
-def generator(config: Config) -> Generator:
-    return Generator(config, make_mesh(config.mesh), *weights(config), batch=5, max_new_tokens=NEW)
+def generator(config: Config, end: float = 2.0) -> Generator:
+    return Generator(config, make_mesh(config.mesh), *weights(config, end), batch=5, max_new_tokens=NEW)
 
 
 def without_drafts(config: Config) -> Generator:
@@ -116,7 +119,7 @@ def without_drafts(config: Config) -> Generator:
 
 
 @functools.cache
-def whole_pass(config: Config) -> Any:
+def whole_pass(config: Config, end: float = 2.0) -> Any:
     """(prompt, tokens after it) -> the logits of the next token, and those of depth 0 for the one that it
     drafts, by a pass over the conversation alone: nothing is cached."""
     graph = Blueprint(config).graph
@@ -136,13 +139,13 @@ def whole_pass(config: Config) -> Any:
         document = Document(prompt.key, tokens.astype(np.int32), is_audio, np.zeros(len(tokens), bool), ())
         sizes = {"capacity": 128, "audio_capacity": 0, "front_end": None, "max_documents": 1}
         batch, _ = pack_row([document], **sizes, order_seed=None, depths=1)
-        return jitted(*weights(config), batch, len(tokens) - 1)
+        return jitted(*weights(config, end), batch, len(tokens) - 1)
 
     return logits
 
 
-def prompts(config: Config) -> list[Document]:
-    return [*map(SpeechDocuments(config, TOKENIZER, train=False).prompt, ASKED)]
+def prompts(config: Config, asked: Sequence[Example] = ASKED) -> list[Document]:
+    return [*map(SpeechDocuments(config, TOKENIZER, train=False).prompt, asked)]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +178,8 @@ def test_answers_are_those_without_drafts(config: Config):
         want = plain.generate(ASKED, **DRAWN)
         assert own.generate(ASKED, **DRAWN) == want
         assert 0 < own.drafted.accepted < own.drafted.tokens
-        assert {x.end for x in want} == {"stop", "length"}, "some answers should end early"
+        if config == config_of():
+            assert {x.end for x in want} == {"stop", "length"}, "some answers should end early"
         assert own.programs.made == 3
 
 
@@ -187,7 +191,7 @@ def test_answers_are_those_without_drafts(config: Config):
 def test_the_first_draft_is_that_of_a_whole_pass(config: Config, monkeypatch: pytest.MonkeyPatch):
     """Of depth 0 as it is trained."""
     with jax.enable_x64(True):
-        own, after = generator(config), []
+        own, after = generator(config, end=-2.0), []
         steps = own._drawing._steps
 
         def noted(*arguments: Any) -> Any:
@@ -197,17 +201,18 @@ def test_the_first_draft_is_that_of_a_whole_pass(config: Config, monkeypatch: py
             return places, found
 
         monkeypatch.setattr(own._drawing, "_steps", steps._replace(decode=noted))
-        answers, compared = own.generate(ASKED, every=1), 0
+        asked = ASKED[:4]  # one more would wait for a place
+        answers, compared = own.generate(asked, every=1), 0
         for state in after:
             for prompt, answer, drafts, token, number, goes_on in zip(
-                prompts(config), answers, *state, strict=True
+                prompts(config, asked), answers, *(x[: len(asked)] for x in state), strict=True
             ):
                 if goes_on:
                     told = [*answer.tokens[:number], int(token)]
-                    drafted = int(np.argmax(whole_pass(config)(prompt, told)[1]))
+                    drafted = int(np.argmax(whole_pass(config, end=-2.0)(prompt, told)[1]))
                     assert drafted == drafts[0], (prompt.key, number)
                     compared += 1
-        assert compared > 10
+        assert compared > 20
 
 
 @pytest.mark.exhaustive
