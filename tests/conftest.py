@@ -4,6 +4,7 @@ import gc
 import os
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--python-reference", default=sys.executable, help="an interpreter with torch and transformers"
     )
+    parser.addoption("--minutes", type=float, help="tests that have not begun after so many are skipped")
     parser.addoption("--vllm-source", default="", help="a folder with the unpacked wheel of vLLM 0.33")
 
 
@@ -47,6 +49,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if by := config.getoption("--costs"):
         config.pluginmanager.register(Costs(by))
     config.pluginmanager.register(Nightly())
+
+
+_BEGUN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - _BEGUN > 60 * minutes:
+        pytest.skip(f"not begun within {minutes:g} minutes (--minutes)")
 
 
 # The files that take longest, the longest first: started last, one of them would keep one worker busy alone.
