@@ -26,14 +26,10 @@ from jaxthd.data.example import Turn
 from jaxthd.data.sources.registry import read_source, validation_sources
 from jaxthd.inference.generator import Generator
 from jaxthd.packing.document import Document
-from scripts.benchmark import Claim, benchmark, by_turns, conclude, show
+from scripts.benchmark import Claim, benchmark, by_turns, changed, conclude, show
 
 GAIN = 1.3
 """Times as many answers a second as without, that drafting should give with trained heads."""
-
-
-def with_drafts(config: Config, tokens: int) -> Config:
-    return replace(config, compute=replace(config.compute, num_speculative_tokens=tokens))
 
 
 def prompts(generator: Generator, config: Config, most: int) -> list[Document]:
@@ -44,14 +40,9 @@ def prompts(generator: Generator, config: Config, most: int) -> list[Document]:
     return [generator.prompt(x) for x in asked]
 
 
-def tokens_of(
-    generator: Generator, documents: list[Document], every: int, temperature: float
-) -> list[list[int]]:
+def tokens_of(generator: Generator, documents: list[Document], temperature: float) -> list[tuple[int, ...]]:
     """The answers' tokens."""
-    found: list[list[int]] = [[] for _ in documents]
-    for delta in generator.stream(documents, every=every, temperature=temperature):
-        found[delta.number] += delta.tokens
-    return found
+    return [x.tokens for x in generator.generate(documents, temperature=temperature)]
 
 
 def compared(
@@ -59,8 +50,7 @@ def compared(
 ) -> list[Claim]:
     """Shows the sides' figures at a temperature."""
     ways: dict[str, Any] = {
-        name: partial(tokens_of, generator, documents, options.new_tokens, temperature)
-        for name, generator in generators.items()
+        name: partial(tokens_of, generator, documents, temperature) for name, generator in generators.items()
     }
     answers = {name: way() for name, way in ways.items()}
     seconds = by_turns(
@@ -112,7 +102,8 @@ def main(argv: list[str] | None = None) -> None:
     generators = {}
     for tokens in (0, *options.tokens):
         sizes = {"batch": options.batch, "max_new_tokens": options.new_tokens}
-        generators[str(tokens)] = load(options.run, with_drafts(config, tokens), **sizes).generator
+        drafting = changed(config, [f"compute.num_speculative_tokens={tokens}"])
+        generators[str(tokens)] = load(options.run, drafting, **sizes).generator
     documents = prompts(generators["0"], config, options.recordings)
     claims = [x for t in (0.0, 1.0) for x in compared(generators, documents, options, t)]
     conclude(claims, check=options.check)

@@ -30,7 +30,7 @@ def test_layers_that_pass_states_exchange_the_same_bytes_at_every_length():
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_layers_of_hybrids_exchange_the_same_bytes_at_every_length(name, record_property):
-    """What attention beside the state exchanges is not counted."""
+    """Bytes that attention exchanges beside the state are not counted."""
     llm = HYBRIDS[name](MESHES.llm)
     (kind,) = (letter for letter, block in llm.blocks.items() if block.passed(1, 4))
     beside = value_at(llm, "blocks.H.self_attention") if kind == "H" else None

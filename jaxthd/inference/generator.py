@@ -165,8 +165,8 @@ class Generator:
 
         return deltas()
 
-    def generate(self, conversations: Sequence[Example], **settings: Any) -> list[Answer]:
-        """The answers, in the conversations' order. settings: as for `stream`; raises what it raises."""
+    def generate(self, conversations: Sequence[Example | Document], **settings: Any) -> list[Answer]:
+        """The answers, in the conversations' order. Takes what `stream` takes, and raises what it raises."""
         found: list[list[AnswerDelta]] = [[] for _ in conversations]
         for delta in self.stream(conversations, **{"every": self.max_new_tokens} | settings):
             found[delta.number].append(delta)

@@ -240,7 +240,8 @@ def advance(
         number_nL = d.number[:, None] + jnp.arange(step_tokens, dtype=jnp.int32)
         is_end_nL = (token_nL[..., None] == jnp.array(stop_ids)).any(-1) | (number_nL >= most - 1)
         # Experts are sent only the tokens of documents that go on.
-        goes_on_n, accepted_n = d.active & ~is_end_nL[:, 0], drafts and drafts.accepted
+        goes_on_n = d.active & ~is_end_nL[:, 0]
+        accepted_n = None if drafts is None else drafts.accepted
         now = _step(model, d, d.keys, d.number, step_tokens, active_n=goes_on_n, accepted_n=accepted_n)
 
         def through(

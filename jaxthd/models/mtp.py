@@ -4,7 +4,7 @@ At every position, depth k takes two vectors: the output of depth k - 1 at that 
 decoder's output after its final norm), and the embedding of the future token k + 1 positions later. The
 model's own head takes the depth's output and predicts the future token k + 2 positions later.
 
-Decoding drafts with depth 0 alone (models/decoding.py): `prefill_first` and `step_first`.
+Decoding drafts with depth 0 alone (models/drafting.py): `prefill_first` and `step_first`.
 
 Legend: n tokens of this rank's residual stream, N tokens, D model dim.
 """
@@ -89,8 +89,10 @@ class MultiTokenPrediction(HybridLayers):
     def prefill_first(
         self, h_nD: Float[Array, "n D"], e_nD: Float[Array, "n D"], segments: Segments, prompts: Prompts
     ) -> Cache:
-        """What depth 0 keeps of prompts for decoding: (fixed, state) by letter. Arguments: as for a call;
-        prompts: those of the positions that have a future token."""
+        """Returns what depth 0 keeps of prompts for decoding: (fixed, state) by letter.
+
+        h, e, segments: as for a call. prompts: of the positions that have a future token.
+        """
         with adapting(segments.adapted):
             x_nD = self._depth(0, h_nD.dtype).fused(h_nD, e_nD)
         return self.prefill(self.stages.patterns[0], 0, x_nD, segments, prompts)[1]

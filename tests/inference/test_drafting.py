@@ -189,7 +189,7 @@ def test_answers_are_those_without_drafts(config: Config):
     ids=["attention", "states"],
 )
 def test_the_first_draft_is_that_of_a_whole_pass(config: Config, monkeypatch: pytest.MonkeyPatch):
-    """Of depth 0 as it is trained."""
+    """Depth 0 drafts what it predicts in training."""
     with jax.enable_x64(True):
         own, after = generator(config, end=-2.0), []
         steps = own._drawing._steps
