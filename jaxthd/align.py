@@ -3,9 +3,9 @@
     jaxthd align runs/my --manifest dev.jsonl --out times
     jaxthd align runs/my@best --manifest dev.jsonl --out times
 
-The model must have been trained with CTC (train.ctc_loss above 0): the likeliest alignment of the text with
-the encoder's outputs is found exactly. Recordings are packed and encoded on the config's mesh; neither
-changes a word's times. The folder --out receives
+The model must have been trained with CTC (train.ctc_loss above 0), or have a head for word times
+(Nemotron 3.5 Transcribe): the likeliest alignment of the text with the frames is found exactly. Recordings
+are packed and encoded on the config's mesh; neither changes a word's times. The folder --out receives
     words.jsonl     a line for each recording, in the manifest's order: key; words, each with word, start, end
                     (seconds), score (the likelihood of its letters or tokens in its frames, 0 to 1), and
                     speaker where the text has tags (<spk:0>)
@@ -28,7 +28,7 @@ from jaxthd.config import Config
 from jaxthd.data.dataset import SpeechData
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.unread_output import goes_on_unread
-from jaxthd.inference.alignment.aligner import AlignedDocument, require_ctc
+from jaxthd.inference.alignment.aligner import AlignedDocument, aligning_config
 from jaxthd.inference.alignment.files import write_word_times
 from jaxthd.inference.model import Model
 from jaxthd.inference.scorer import in_order
@@ -52,7 +52,7 @@ def main(argv: list[str] | None = None) -> None:
     line = parse_command_line("align", argv, OPTIONS, __doc__)
     config, options, weights = line.config, line.options, line.weights()
     line.require("manifest", "out")
-    require_ctc(config)
+    aligning_config(config)
     with devices_ready(config.mesh, options):
         folder = OutputFolder(options.out)
         found = list(align_manifest(config, weights, options.manifest, folder.path))
@@ -75,10 +75,11 @@ def align_manifest(
     folder: gets skipped.jsonl, which lists the recordings that cannot be used or aligned, with the reasons.
     """
     own: dict[str, Any] = {"manifest": (manifest,), "weights": ()}
+    config = aligning_config(config)
     config = replace(config, data=replace(config.data, validation_manifest=f"aligned={manifest}", **own))
     check(config)
     model = Model(config, weights)
-    with closing(SpeechData(model.config, folder, training=False)) as data:
+    with closing(SpeechData(model.config, folder, training=False, labels=True)) as data:
         aligner, on_mesh = model.aligner, model.weights
         keys = [example.key for example in data.validation_examples("aligned")]
         with closing(data.validation(local_rows(model.mesh, config.data.rows))) as batches:

@@ -32,7 +32,7 @@ from jaxthd.data.inventory import longest_trained_on
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.jsonl import read_lines
-from jaxthd.inference.alignment.aligner import require_ctc
+from jaxthd.inference.alignment.aligner import aligning_config
 from jaxthd.inference.alignment.files import write_word_times
 from jaxthd.inference.asking import answer_all
 from jaxthd.inference.chat import chat, say, show_answers
@@ -82,7 +82,7 @@ def main(argv: list[str] | None = None) -> None:
     config, options, weights = line.config, line.options, line.weights()
     _check(options, weights)
     if options.word_times:
-        require_ctc(config)
+        aligning_config(config)
     line.require_least(batch=1, max_new_tokens=1)
     check_sampling(options.temperature, options.top_k, options.top_p)
     conversations = _conversations(options, config.data)

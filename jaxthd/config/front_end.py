@@ -8,10 +8,10 @@ jaxthd/models/front_ends/; or a class anywhere that is registered with register_
 Legend: S samples at 16 kHz, F frames of features, W numbers of a frame.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import numpy as np
 from jaxtyping import Float32, Int
@@ -55,6 +55,28 @@ class SpeakerSegment(NamedTuple):
 def units_taken(frames: int, outputs: int, unit: tuple[int, int]) -> int:
     """Whole units of the audio arrays with so many frames and outputs. unit: (frames, outputs) of one."""
     return max(-(-frames // unit[0]), -(-outputs // unit[1]))
+
+
+class LabelledText(NamedTuple):
+    """A word of a text. labels: token ids. speaker: that its text names; "" without."""
+
+    text: str
+    labels: Sequence[int]
+    speaker: str
+
+
+class Labeller(Protocol):
+    """Makes labels of texts. most: how many a text may have, and the setting that says so."""
+
+    most: tuple[int, str]
+
+    def __call__(self, text: str, outputs: int) -> Sequence[int]:
+        """The labels of a recording with so many outputs; () for a text without any, or with too many."""
+        ...
+
+    def words(self, text: str) -> list[LabelledText]:
+        """The words of a text, whose labels are those of the text."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,10 +188,14 @@ class FrontEnd:
         """The most labels of a recording for each of its outputs, if label_loss is more than 0."""
         return 0
 
-    def labeller(self, tokenizer: str) -> Callable[[str, int], Sequence[int]]:
-        """Returns what makes labels: (text of a recording, its outputs) -> token ids, () for a text without
-        or with too many of them. tokenizer: data.tokenizer. Raises UserError where that has no labels."""
+    def labeller(self, tokenizer: str) -> "Labeller":
+        """What makes labels. tokenizer: data.tokenizer. Raises UserError where that has no labels."""
         raise NotImplementedError
+
+    @property
+    def aligning(self) -> "FrontEnd | None":
+        """These settings, with labels, where its module has a head that finds words in time; else None."""
+        return None
 
     @property
     def features_identity(self) -> dict[str, Any]:

@@ -59,6 +59,7 @@ class SpeechData:
         training: bool = True,
         skip_list: str = "skipped.jsonl",
         preferences: bool = False,
+        labels: bool = False,
     ) -> None:
         data = config.data
         self._config, self._preferences = config, preferences
@@ -80,7 +81,7 @@ class SpeechData:
             augmentation=self._augmentation and self._augmentation.augmentation,
         )
         self._prompt_documents = SpeechDocuments(config, tokenizer, train=False, filtered=True)
-        self._validation_documents = SpeechDocuments(config, tokenizer, train=False)
+        self._validation_documents = SpeechDocuments(config, tokenizer, train=False, labels=labels)
         self._draws = training and draws_answers(self._objective)
         self._sources = training_sources(data, prompts=self._draws) if training else []
         self._titles = {source.title for source in self._sources}

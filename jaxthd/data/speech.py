@@ -36,8 +36,8 @@ class SpeechDocuments:
     """Makes the Document of an Example, or a Skipped with the reason. Call it with (example, epoch).
 
     Alternatives become the document's answers, and their preferences the extras "preference" of their tokens.
-    In training the recording of a document with one alone gets the labels that the front end makes of its
-    transcript.
+    In training, and with `labels`, the recording of a document with one alone gets the labels that the front
+    end makes of its transcript.
     PromptTemplate writes the turns. The front end (model.encoder) makes features of each recording alone, and
     pieces of them. Audio that exceeds data.audio_capacity is not decoded to its end.
     train: dithers the audio and masks its features; the draws depend on (data.seed, epoch, key) alone.
@@ -53,6 +53,7 @@ class SpeechDocuments:
         *,
         train: bool,
         filtered: bool = False,
+        labels: bool = False,
         augmentation: Augmentation | None = None,
     ) -> None:
         self._template = PromptTemplate(config.data, tokenizer)
@@ -67,7 +68,7 @@ class SpeechDocuments:
             self._most_seconds = np.inf  # the end is cut off
         self._seed, self._limits = config.data.seed, BufferLimits.of(config)
         self._spec_augment = config.data.spec_augment
-        has_labels = train and self._encoder is not None and self._encoder.label_loss > 0
+        has_labels = (train or labels) and self._encoder is not None and self._encoder.label_loss > 0
         self._label = self._encoder.labeller(config.data.tokenizer) if self._encoder and has_labels else None
         self._train, self._augmentation = train, augmentation if train else None
         self._filter = Filter(config.data.filter if filtered else FilterConfig(), tokenizer)

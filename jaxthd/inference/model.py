@@ -203,11 +203,11 @@ class Model:
         Raises UserError where two documents have the same key, and where one cannot be used, or does not fit
         the config's buffers.
         """
-        made, number = self._numbered(documents)
+        made, number = self._numbered(documents, self._make_document)
         has_answers = any(document.answers for document in made)
         check_scored(has_answers, every_token)
         scorer = self.scorer(top_k=top_k, every_token=every_token)
-        with self._packed(made, answers=has_answers) as batches:
+        with self._packed(made, self.config, answers=has_answers) as batches:
             found = sorted(scorer(self.weights, batches), key=lambda x: number[x.key])
         shares = self.config.posttraining.share_prompts
         return [of_document(x, d, shares) for x, d in zip(found, made, strict=True)]
@@ -220,17 +220,17 @@ class Model:
         (AlignedDocument.reason). Raises UserError as `score` does, and for a model that was not trained with
         CTC.
         """
-        made, number = self._numbered(documents)
         aligner = self.aligner
-        with self._packed(made) as batches:
+        made, number = self._numbered(documents, self._make_aligned)
+        with self._packed(made, aligner.config) as batches:
             return sorted(aligner(self.weights, batches), key=lambda x: number[x.key])
 
     def _numbered(
-        self, given: Sequence[tuple[Recording, str] | Example | Document]
+        self, given: Sequence[tuple[Recording, str] | Example | Document], make: SpeechDocuments
     ) -> tuple[list[Document], dict[str, int]]:
         """(The documents, the number of each by its key). Raises UserError where two have the same key, and
         as `_documents`."""
-        made = self._documents(given)
+        made = self._documents(given, make)
         number = {document.key: n for n, document in enumerate(made)}
         if len(number) < len(made):
             raise UserError(
@@ -239,13 +239,13 @@ class Model:
             )
         return made, number
 
-    def _packed(self, documents: Sequence[Document], *, answers: bool = False) -> Loader:
+    def _packed(self, documents: Sequence[Document], config: Config, *, answers: bool = False) -> Loader:
         """The documents in batches, in their order as far as packing keeps it."""
         return make_loader(
             [documents],
             _as_it_is,
-            self.config,
-            rows=local_rows(self.mesh, self.config.data.rows),
+            config,
+            rows=local_rows(self.mesh, config.data.rows),
             repeat=False,
             shuffle=False,
             answers=answers,
@@ -259,7 +259,15 @@ class Model:
         check(self.config, trains=False)
         return SpeechDocuments(self.config, self.tokenizer, train=False)
 
-    def _documents(self, given: Sequence[tuple[Recording, str] | Example | Document]) -> list[Document]:
+    @cached_property
+    def _make_aligned(self) -> SpeechDocuments:
+        """Makes documents to align, as _make_document."""
+        check(self.config, trains=False)
+        return SpeechDocuments(self.aligner.config, self.tokenizer, train=False, labels=True)
+
+    def _documents(
+        self, given: Sequence[tuple[Recording, str] | Example | Document], make: SpeechDocuments
+    ) -> list[Document]:
         """The documents, made where they are not yet. Raises UserError for one that cannot be used."""
         made: list[Document] = []
         for number, each in enumerate(given, 1):
@@ -267,7 +275,7 @@ class Model:
                 recording, text = each
                 asked = self._question(number, recording, None)
                 each = Example(asked.key, (*asked.turns, Turn("assistant", (text,))))
-            document = each if isinstance(each, Document) else self._make_document(each)
+            document = each if isinstance(each, Document) else make(each)
             if isinstance(document, Skipped):
                 _refuse(*document)
             made.append(document)

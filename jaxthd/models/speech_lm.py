@@ -24,7 +24,7 @@ from jaxtyping import Bool, Float, Int32
 from jaxthd.config import ComputeConfig, ModelConfig
 from jaxthd.models.blocks import Routing
 from jaxthd.models.ctc import Transcripts, covered_frames, document_log_probs, label_scores
-from jaxthd.models.front_ends.contract import Recordings
+from jaxthd.models.front_ends.contract import LABEL_LOSS, Recordings
 from jaxthd.models.hybrid import HybridDecoder
 from jaxthd.models.layers import LayerNorm, Linear, RMSNorm
 from jaxthd.models.mtp import MultiTokenPrediction
@@ -210,14 +210,15 @@ class SpeechLM(nnx.Module):
         return jnp.take_along_axis(audio_RD, batch.documents, axis=1).reshape(-1) > 0
 
     def embed(
-        self, batch: Batch, *, axes: tuple[str, ...], train: bool
+        self, batch: Batch, *, axes: tuple[str, ...], train: bool, labels: str = ""
     ) -> tuple[Float[Array, "n D"], dict[str, Any]]:
         """The decoder's input: embeddings of text tokens, and encoded audio in the audio slots. And the
         encoder's new buffers, {} without an encoder.
 
         All pipeline ranks get this tensor rank's tokens of the residual stream. axes, train: see log_probs.
+        labels: see embed_with_future.
         """
-        (x_nD,), buffers = self._embedded(batch, 0, axes=axes, train=train)
+        (x_nD,), buffers = self._embedded(batch, 0, axes=axes, train=train, labels=labels)
         return x_nD, buffers
 
     def embed_with_future(
@@ -226,17 +227,17 @@ class SpeechLM(nnx.Module):
         *,
         axes: tuple[str, ...],
         train: bool,
-        with_labels: bool = False,
+        labels: str = "",
         depths: int | None = None,
     ) -> tuple[list[Float[Array, "n D"]], dict[str, Any]]:
         """As embed, with a list of embeddings: those of the tokens, then those of each depth's future tokens.
 
         Where a document has no token that far on, the embedding is that of token 0, and is not used.
-        with_labels: whether the buffers have the encoder's loss on labels (contract.LABEL_LOSS) too.
+        labels: what the buffers have of the recordings' labels too, contract.LABEL_LOSS or LABEL_SCORES.
         depths: only the first ones; None: all of the batch.
         """
         depths = batch.future_tokens.shape[1] if depths is None else depths
-        return self._embedded(batch, depths, axes=axes, train=train, with_labels=with_labels)
+        return self._embedded(batch, depths, axes=axes, train=train, labels=labels)
 
     def _embedded(
         self,
@@ -245,7 +246,7 @@ class SpeechLM(nnx.Module):
         *,
         axes: tuple[str, ...],
         train: bool,
-        with_labels: bool = False,
+        labels: str,
     ) -> tuple[list[Array], dict[str, Any]]:
         rows, tokens = batch.tokens.shape
         if batch.embeddings is not None:
@@ -259,7 +260,7 @@ class SpeechLM(nnx.Module):
         tokens_RL = jnp.maximum(with_future(batch.tokens, batch.future_tokens), 0)
         buffers = self._encoder_buffers()
         if batch.has_audio:
-            audio_RED, buffers = self._encode(batch, axes=axes, train=train, with_labels=with_labels)
+            audio_RED, buffers = self._encode(batch, axes=axes, train=train, labels=labels)
             slots_RL = with_future(batch.audio_slots, batch.future_audio_slots)
             # A slot has a token or a frame: the other is looked up nowhere and is 0. A choice between them
             # would keep a mask of every dim for the backward pass.
@@ -427,7 +428,7 @@ class SpeechLM(nnx.Module):
         return jnp.einsum("nd,vd->nv", h_nD, head_VD, preferred_element_type=acc)
 
     def _encode(
-        self, batch: Batch, *, axes: tuple[str, ...], train: bool, with_labels: bool
+        self, batch: Batch, *, axes: tuple[str, ...], train: bool, labels: str
     ) -> tuple[Float[Array, "R E D"], dict[str, Any]]:
         """Encodes this rank's frames, and gathers every rank's embeddings: those of the whole row."""
         if self.encoder is None or self.adapter is None:
@@ -442,9 +443,11 @@ class SpeechLM(nnx.Module):
         recordings, dtype = None, self.compute.dtype
         wide = jnp.promote_types(jnp.float32, dtype) if self.is_wide else dtype
         if batch.recording_ids is not None and batch.recording_positions is not None:
-            labels = batch.recording_labels if with_labels else None
+            given = batch.recording_labels if labels else None
             most = self.max_documents or batch.recording_ids.shape[1]
-            recordings = Recordings(batch.recording_ids, batch.recording_positions, labels, most)
+            recordings = Recordings(
+                batch.recording_ids, batch.recording_positions, given, most, labels or LABEL_LOSS
+            )
         with jax.default_matmul_precision("highest") if self.is_wide else nullcontext():
             y_ED, buffers = self.encoder(
                 batch.features.reshape(rows * frames, width).astype(wide),

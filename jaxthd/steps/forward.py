@@ -6,7 +6,7 @@ counts of the whole batch, which are known before. The shares of all ranks add u
 what several ranks hold are summed over these ranks once, afterwards (steps/training.py).
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -233,8 +233,8 @@ class Forward:
     def embed(self, embed: Tree, state: Tree, batch: Batch) -> tuple[Array, SkipState, Tree]:
         """Embeds the batch: (activations, what goes around the stages, encoder statistics)."""
         model = self.model(with_encoder(self._buffers, state), embed=embed)
-        given: dict[str, Any] = {"train": self._batch_statistics, "with_labels": self._counts is not None}
-        (x_nD, *future), state = model.embed_with_future(batch, axes=AXES, **given)
+        labels, train = LABEL_LOSS if self._counts is not None else "", self._batch_statistics
+        (x_nD, *future), state = model.embed_with_future(batch, axes=AXES, train=train, labels=labels)
         label_loss = state.pop(LABEL_LOSS, None)
         return x_nD, SkipState(future, x_nD if trains_ctc(batch, self._config) else None, label_loss), state
 

@@ -21,9 +21,11 @@ from jaxthd.models.front_ends.log_mel import filters, window
 from jaxthd.models.front_ends.transcribe.labels import Labeller, WordTimes
 from jaxthd.models.stacks import from_stages
 from jaxthd.packing.batch import concatenate_rows
+from jaxthd.packing.layout import ContextLayout
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.planning.parameters import parameter_groups
+from jaxthd.steps.aligning import make_aligning_step
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import Gradient, loss_and_gradient
 from tests.helpers import assert_same
@@ -124,6 +126,47 @@ def test_the_head_for_word_times_trains_by_ctc_on_a_mesh_of_all_axes(family):
     assert_same(gradients, {name: want[name] for name in gradients}, 2e-5)
     assert {name.split(".")[1] for name in want.keys() - gradients.keys()} == {"diarizer"}
     assert all(gradients[name].any() for name in gradients if "word_times" in name)
+
+
+def log_likelihood(blank_F: np.ndarray, label_FL: np.ndarray, labels: np.ndarray) -> float:
+    """log p(labels) by the forward algorithm, state by state, in float64."""
+    spelled = [None, *(x for label in labels for x in (label, None))]
+    before = [0.0, *[-np.inf] * len(spelled)]
+    for blank, label in zip(blank_F.astype(float), label_FL.astype(float), strict=True):
+        after = [-np.inf] * (len(spelled) + 1)
+        for state, x in enumerate(spelled):
+            came = [before[state + 1]] + ([before[state]] if state else [before[0]])
+            if x is not None and state > 1 and spelled[state - 2] != x:
+                came.append(before[state - 1])
+            after[state + 1] = np.logaddexp.reduce(came) + (blank if x is None else label[state // 2])
+        before = after
+    return float(np.logaddexp(before[-1], before[-2]))
+
+
+@pytest.mark.parametrize("mesh", [MeshConfig(), MeshConfig(1, 2, 2, 2)], ids=str)
+def test_the_heads_scores_are_those_of_torchs_loss(family, mesh):
+    """The sum of all alignments of each document, from its own frames and labels in a packed row."""
+    encoder = replace(family.front_end, word_times=replace(family.front_end.word_times, loss=1.0))
+    model, data = replace(family.config.model, encoder=encoder), DataConfig(max_documents=8)
+    config, documents, labels = replace(family.config, mesh=mesh, model=model, data=data), [], []
+    for n in family.numbers:
+        labels.append(family.arrays[f"ctc.labels.{n}"])
+        document = family.document(n)
+        documents.append(replace(document, pieces=labelled(document.pieces, tuple(labels[-1].tolist()))))
+    sizes: dict[str, Any] = {"capacity": CAPACITY, "audio_capacity": AUDIO, "max_documents": 8}
+    ranks = {"context": mesh.context, "audio_ranks": mesh.audio_ranks}
+    batch = concatenate_rows([pack_row(documents, **sizes, **ranks, front_end=encoder)[0]])
+    blueprint, devices = Blueprint(config), make_mesh(mesh)
+    held = load_model([family.checkpoint.path], blueprint, devices)
+    scores = jax.device_get(jax.jit(make_aligning_step(blueprint, devices))(*held, put_batch(batch, devices)))
+    found = []
+    for slots, own in zip(
+        ContextLayout.of(config).document_slots(batch.segment_ids[0], None, batch.splits), labels, strict=True
+    ):
+        outputs = batch.audio_slots[0][slots]
+        at = (2 * outputs[outputs >= 0][:, None] + np.arange(2)).reshape(-1)
+        found.append(log_likelihood(scores.blank[0][at], scores.label[0][at][:, : len(own)], own))
+    np.testing.assert_allclose(-sum(found), family.arrays["ctc.loss"], rtol=1e-5)
 
 
 def test_labels_are_the_words_pieces_and_fit_the_frames(tmp_path):

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
+from jaxthd.config.front_end import LabelledText
 from jaxthd.data.text.joining import WORD
 from jaxthd.data.text.tokenizer import TextStream, Tokenizer
 from jaxthd.inference.alignment.pauses import between_pauses
@@ -74,36 +75,58 @@ def label_spans(tokenizer: Tokenizer, labels: Sequence[int]) -> tuple[str, list[
 
 
 class Frames(NamedTuple):
-    """The frames of a recording. begins: the frame at which each output of the encoder begins, and the end of
-    the last. loudness: of each frame; None where it is not known. seconds: of a frame."""
+    """The audio frames of a recording. begins: the one at which each frame of CTC begins, and the end of the
+    last. loudness: of each frame; None where it is not known. seconds: of a frame."""
 
-    begins: Int[np.ndarray, " outputs_and_1"]
+    begins: Int[np.ndarray, " F_and_1"]
     loudness: Float[np.ndarray, " frames"] | None
     seconds: float
 
 
-def timed_words(
-    tokenizer: Tokenizer, labels: Sequence[int], alignment: Alignment, frames: Frames
-) -> list[TimedWord]:
-    """The words of aligned labels, one for each output of the encoder."""
+class LabelledWord(NamedTuple):
+    """A word of a text. labels: the numbers of its labels among the text's. speaker: as in TimedWord."""
+
+    text: str
+    labels: Int[np.ndarray, " labels"]
+    speaker: str
+
+
+def words_of_tokens(tokenizer: Tokenizer, labels: Sequence[int]) -> list[LabelledWord]:
+    """The words of a text whose tokens are its labels; those with a label."""
     text, spans = label_spans(tokenizer, labels)
     starts, ends = np.array(spans, int).reshape(-1, 2).T
-    each = []
+    found = []
     for word in word_spans(text):
         (own,) = np.nonzero((starts < word.end) & (ends > word.start) & (ends > starts))
         if len(own):
-            each.append((word, own))
-    if not each:
+            found.append(LabelledWord(text[word.start : word.end], own, word.speaker))
+    return found
+
+
+def words_in_order(words: Sequence[LabelledText]) -> list[LabelledWord]:
+    """The words that have labels of their own, whose labels are the text's."""
+    ends = np.cumsum([len(word.labels) for word in words], dtype=int)
+    return [
+        LabelledWord(word.text, np.arange(end - len(word.labels), end), word.speaker)
+        for word, end in zip(words, ends.tolist(), strict=True)
+        if word.labels
+    ]
+
+
+def timed_words(words: Sequence[LabelledWord], alignment: Alignment, frames: Frames) -> list[TimedWord]:
+    """Words in time. alignment: of all labels, with frames as `frames` counts them."""
+    if not words:
         return []
     of_labels = np.stack([frames.begins[alignment.first], frames.begins[alignment.last + 1]], axis=1)
-    first, last = (np.stack([of_labels[own[at]] for _, own in each]) for at in (0, -1))
+    first, last = (np.stack([of_labels[word.labels[at]] for word in words]) for at in (0, -1))
     begin_W, end_W = first[:, 0], last[:, 1]
     if frames.loudness is not None:
         begin_W, end_W = between_pauses(frames.loudness, first, last)
     found = []
-    for (word, own), begin, end in zip(each, begin_W.tolist(), end_W.tolist(), strict=True):
+    for word, begin, end in zip(words, begin_W.tolist(), end_W.tolist(), strict=True):
+        own = word.labels
         outputs = alignment.last[own] + 1 - alignment.first[own]
         score = float(np.exp((alignment.log_probs[own] * outputs).sum() / outputs.sum()))
         times = begin * frames.seconds, end * frames.seconds
-        found.append(TimedWord(text[word.start : word.end], *times, score, word.speaker))
+        found.append(TimedWord(word.text, *times, score, word.speaker))
     return found

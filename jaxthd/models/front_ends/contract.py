@@ -12,19 +12,19 @@ from jaxtyping import Bool, Float, Int32
 
 from jaxthd.packing.segments import Segments
 
+LABEL_LOSS, LABEL_SCORES = "label_loss", "label_scores"
+
 
 class Recordings(NamedTuple):
     """The recordings of the outputs on this rank: Batch.recording_ids and recording_positions; and
-    recording_labels, where the module shall compute its loss on them, else None. most: the most recordings
-    with labels in a row."""
+    recording_labels, where the module shall look at them, else None. most: the most recordings with labels in
+    a row. asked: what the module computes from labels, LABEL_LOSS or LABEL_SCORES."""
 
     ids: Int32[Array, "R E"]
     positions: Int32[Array, "R E"]
     labels: Int32[Array, "R E labels"] | None = None
     most: int = 0
-
-
-LABEL_LOSS = "label_loss"
+    asked: str = LABEL_LOSS
 
 
 @runtime_checkable
@@ -32,8 +32,10 @@ class Encoder(Protocol):
     """An nnx.Module. keeps_gathered: whether weights that FSDP shards are kept, once gathered, for the
     backward pass.
 
-    With FrontEnd.label_loss its buffers have a further entry LABEL_LOSS where recordings have labels: this
-    rank's share of the sum of the losses of all recordings, which the ranks' shares add up to.
+    With FrontEnd.label_loss its buffers have a further entry where recordings have labels, Recordings.asked.
+    LABEL_LOSS is this rank's share of the sum of the losses of all recordings, which the ranks' shares add up
+    to. LABEL_SCORES are log-probabilities [E * frames of an output, 1 + L]: of the blank, and of label k of
+    the frame's recording; 0 in frames of recordings without labels.
     """
 
     keeps_gathered: bool

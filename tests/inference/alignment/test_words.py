@@ -13,7 +13,14 @@ from jaxthd.inference.alignment.aligner import AlignedDocument
 from jaxthd.inference.alignment.files import ctm, rttm, webvtt, write_word_times
 from jaxthd.inference.alignment.pauses import between_pauses
 from jaxthd.inference.alignment.viterbi import Alignment
-from jaxthd.inference.alignment.words import Frames, TimedWord, label_spans, timed_words, word_spans
+from jaxthd.inference.alignment.words import (
+    Frames,
+    TimedWord,
+    label_spans,
+    timed_words,
+    word_spans,
+    words_of_tokens,
+)
 from jaxthd.models.front_ends.qwen3_audio.settings import Qwen3Audio
 from jaxthd.run.outputs import OutputFolder
 
@@ -36,7 +43,8 @@ def test_words_have_the_times_of_their_letters() -> None:
     text = "no  \u00fcber"
     labels = [*BYTES.encode(text), BYTES.eos_id]
     assert len(labels) == len(text) + 2  # one letter is two bytes
-    found = timed_words(BYTES, labels, one_frame_each(len(labels)), Frames(2 * np.arange(40), None, 0.01))
+    words, path = words_of_tokens(BYTES, labels), one_frame_each(len(labels))
+    found = timed_words(words, path, Frames(2 * np.arange(40), None, 0.01))
     assert [x.text for x in found] == ["no", "\u00fcber"]
     np.testing.assert_allclose([x.start for x in found], [0.04, 0.12])
     np.testing.assert_allclose([x.end for x in found], [0.08, 0.22])
@@ -56,7 +64,8 @@ def test_a_token_has_the_characters_that_it_makes_certain(tmp_path: Path) -> Non
     tokenizer = load_tokenizer(tmp_path)
     labels = [*tokenizer.encode("ab a bb"), tokenizer.eos_id]
     text, _ = label_spans(tokenizer, labels)
-    found = timed_words(tokenizer, labels, one_frame_each(len(labels)), Frames(np.arange(20), None, 1.0))
+    words, path = words_of_tokens(tokenizer, labels), one_frame_each(len(labels))
+    found = timed_words(words, path, Frames(np.arange(20), None, 1.0))
     assert (text, [x.text for x in found]) == ("ab a bb", ["ab", "a", "bb"])
     assert labels == [3, 2, 3, 0, 2, 2, 4]
     assert [(x.start, x.end) for x in found] == [(2, 4), (4, 5), (6, 8)]

@@ -7,12 +7,13 @@ from itertools import pairwise
 
 import tokenizers
 
+from jaxthd.config.front_end import LabelledText
 from jaxthd.config.values import Index
 from jaxthd.errors import UserError
 from jaxthd.files.paths import home_path
 from jaxthd.files.tokenizer_files import ALIGNMENT
 
-_SPEAKER = re.compile(r"<spk:\d+>", re.IGNORECASE)
+_SPEAKER = re.compile(r"<spk:(\d+)>", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +60,12 @@ class Labeller:
         file = (folder if folder.is_dir() else folder.parent) / ALIGNMENT / "tokenizer.json"
         if not file.is_file():
             raise UserError(
-                f"model.encoder.word_times.loss is {words.loss:g}, and there is no {file}; expected the "
-                "alignment tokenizer of the published folder: correct data.tokenizer, or set the loss to 0"
+                f"there is no {file}, the alignment tokenizer of the head for word times; expected that of "
+                "the published folder: correct data.tokenizer, or train without the head's loss "
+                "(model.encoder.word_times.loss 0)"
             )
         self._tokenizer, self._words = tokenizers.Tokenizer.from_file(str(file)), words
+        self.most = words.most_labels, "model.encoder.word_times.most_labels"
         largest = max(self._tokenizer.get_vocab().values())
         if largest >= words.classes:
             raise UserError(
@@ -70,11 +73,20 @@ class Labeller:
                 "(model.encoder.word_times.classes): put the model's own tokenizer there"
             )
 
+    def words(self, text: str) -> list[LabelledText]:
+        """The words of a text, in order, those without pieces too."""
+        found = []
+        # A tag's number stands at every second place.
+        parts = ["", *_SPEAKER.split(text.replace("\u2014", " "))]
+        for speaker, part in zip(parts[::2], parts[1::2], strict=True):
+            for word in part.split():
+                ids = self._tokenizer.encode(f" {word}", add_special_tokens=False).ids
+                found.append(LabelledText(word, [x for x in ids if x != self._words.blank], speaker))
+        return found
+
     def __call__(self, text: str, outputs: int) -> Sequence[int]:
         """The labels of a recording with so many outputs; () for a text without any, or with too many."""
-        words = _SPEAKER.sub(" ", text.replace("\u2014", " ")).split()
-        encoded = (self._tokenizer.encode(f" {word}", add_special_tokens=False).ids for word in words)
-        labels = [label for ids in encoded for label in ids if label != self._words.blank]
+        labels = [label for word in self.words(text) for label in word.labels]
         repeats = sum(x == y for x, y in pairwise(labels))
         fits = len(labels) + repeats <= outputs * self._words.upsampling
-        return labels if fits and len(labels) <= self._words.most_labels else ()
+        return labels if fits and len(labels) <= self.most[0] else ()

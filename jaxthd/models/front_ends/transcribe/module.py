@@ -80,7 +80,11 @@ class TranscribeEncoder(StackedEncoder):
         if self.word_times is not None and recordings.labels is not None:
             givers_E = order.givers(recordings, row_axes)
             h_ND = self.word_times.hidden(y_ED, segments, hidden_E, givers_E, axes, row_axes)
-            buffers[LABEL_LOSS] = self.word_times.loss(h_ND, recordings, order, row_axes)
+            labels, rows = self.word_times.labels(recordings, order, row_axes), segments.rows
+            found = self.word_times.scores(h_ND, labels, rows, row_axes)
+            if recordings.asked == LABEL_LOSS:
+                found = self.word_times.loss(found, labels, rows, row_axes)
+            buffers[recordings.asked] = found
         y_ED = applied(self.output_norm, y_ED, keeps_gathered=self.keeps_gathered)
         y_ED = y_ED + normed_ES @ jnp.asarray(speaker_table(config.diarizer.speakers, config.dim), y_ED.dtype)
         return jnp.where(segments.valid[:, None], y_ED, 0), buffers

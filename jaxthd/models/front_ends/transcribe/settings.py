@@ -3,8 +3,8 @@
 Without jax: the loader's workers import it.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -228,8 +228,14 @@ class Transcribe(Stacked):
     def labels_per_output(self) -> int:
         return self.word_times.upsampling if self.label_loss else 0
 
-    def labeller(self, tokenizer: str) -> Callable[[str, int], Sequence[int]]:
+    def labeller(self, tokenizer: str) -> Labeller:
         return Labeller(tokenizer, self.word_times)
+
+    @property
+    def aligning(self) -> "Transcribe | None":
+        if not self.word_times.classes or self.word_times.loss:
+            return self if self.word_times.classes else None
+        return replace(self, word_times=replace(self.word_times, loss=1.0))
 
     def tensors(self) -> Table:
         upsampling = self.word_times.upsampling if self.word_times.classes else 0

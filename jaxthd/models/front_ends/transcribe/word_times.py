@@ -80,35 +80,41 @@ class WordTimesHead(Transformer):
         found: Array = applied(self.classes, h_ND, keeps_gathered=self.keeps_gathered)
         return found
 
-    def loss(
-        self, h_ND: Float[Array, "N D"], recordings: Recordings, order: Order, axes: tuple[str, ...]
-    ) -> Float[Array, ""]:
-        """This rank's share of the sum of -log p(labels) of all recordings with labels.
-
-        h: as `hidden` gives it. recordings: with labels. axes: of the ranks that share rows; each computes
-        the same sum.
-        """
+    def labels(self, recordings: Recordings, order: Order, axes: tuple[str, ...]) -> "Labels":
+        """The recordings with labels. axes: of the ranks that share rows; each has all of a row's."""
         assert recordings.labels is not None
-        found = _Labels.of(recordings.labels, recordings.most, order, axes, self.config)
+        return Labels.of(recordings.labels, recordings.most, order, axes, self.config)
+
+    def scores(
+        self, h_ND: Float[Array, "N D"], found: "Labels", rows: int, axes: tuple[str, ...]
+    ) -> Float[Array, "N K"]:
+        """Log-probabilities of the blank and of the labels of each frame's recording, K = 1 + L; 0 in frames
+        of recordings without labels. h: as `hidden` gives it."""
         classes = gathered_module(self.classes, h_ND.dtype)
         assert classes.bias is not None
         # A bias is the row of an input that is always 1.
         head_CD = jnp.concatenate([classes.matrix(h_ND.dtype).T, classes.bias[...][:, None]], axis=1)
         h_ND = jnp.pad(h_ND, ((0, 0), (0, 1)), constant_values=1)
-        document_N = of_rank(found.alignable.document, len(recordings.ids), axes)
+        document_N = of_rank(found.alignable.document, rows, axes)
         is_frame_N = document_N < found.most
         blank = self.config.word_times.blank
         inputs = HeadInputs(h_ND, head_CD.astype(h_ND.dtype), jnp.full_like(document_N, blank), is_frame_N)
         blank_N = supervised_log_probs(inputs, self.blocks_of_classes)
         rows_GLD = head_CD[found.ids]
         label_NL = label_log_probs(h_ND, blank_N, rows_GLD, head_CD[blank], document_N, is_frame_N)
-        each_NK = jnp.concatenate([blank_N[:, None], label_NL], axis=1)
-        each_FK = over_ranks(each_NK.reshape(len(recordings.ids), -1, each_NK.shape[1]), axes)
-        blank_F, label_FL = each_FK[..., 0].reshape(-1), each_FK[..., 1:].reshape(-1, label_NL.shape[1])
+        return jnp.concatenate([blank_N[:, None], label_NL], axis=1)
+
+    def loss(
+        self, scores_NK: Float[Array, "N K"], found: "Labels", rows: int, axes: tuple[str, ...]
+    ) -> Float[Array, ""]:
+        """This rank's share of the sum of -log p(labels) of all recordings with labels. Every rank of axes
+        computes the same sum."""
+        each_FK = over_ranks(scores_NK.reshape(rows, -1, scores_NK.shape[1]), axes)
+        blank_F, label_FL = each_FK[..., 0].reshape(-1), each_FK[..., 1:].reshape(-1, each_FK.shape[2] - 1)
         return -ctc_log_probs(blank_F, label_FL, found.alignable).sum() / jax.lax.axis_size(axes)
 
 
-class _Labels(NamedTuple):
+class Labels(NamedTuple):
     """Recordings with labels. ids: of the classes; 0 behind a recording's last. alignable: as ops/ctc.py
     takes them; its slots are the frames of all ranks."""
 
@@ -128,7 +134,7 @@ class _Labels(NamedTuple):
         order: Order,
         axes: tuple[str, ...],
         config: Transcribe,
-    ) -> "_Labels":
+    ) -> "Labels":
         """labels, most: as in Recordings. A recording's first label is at its first output."""
         u, most_labels = labels_REu.shape[2], config.word_times.most_labels
         labels_Mu = over_ranks(labels_REu, axes).reshape(-1, u)[order.source]
