@@ -17,6 +17,7 @@ from tests.waves import talk
 pytestmark = pytest.mark.nightly
 SECONDS = (0.3, 3.41, 1.28, 6.2, 2.05, 0.77)
 MESH = ["--mesh.data", "1", "--mesh.context", "2", "--mesh.pipeline", "2", "--mesh.tensor", "2"]
+ALONE = ["--mesh.data", "1", "--mesh.context", "1", "--mesh.pipeline", "1", "--mesh.tensor", "1"]
 SIZES = ["--data.rows", "2", "--data.workers", "0", "--train.trackers", "--train.validation-batches", "1"]
 STEPS = [
     "--train.steps",
@@ -127,19 +128,7 @@ def test_the_export_answers_and_scores_as_the_run_does(place: Place, trained: Pa
     out = place.work / "handed-on"
     run("convert", "export", trained, "--out", out, "--like", place.folder)
     found: dict[str, list[Any]] = {}
-    one = [
-        "--mesh.data",
-        "1",
-        "--mesh.context",
-        "1",
-        "--mesh.pipeline",
-        "1",
-        "--mesh.tensor",
-        "1",
-        "--data.workers",
-        "0",
-    ]
-    for name, source, mesh in (("run", trained, []), ("export", out, one)):
+    for name, source, mesh in (("run", trained, []), ("export", out, ALONE)):
         files = [place.work / f"{name}-{kind}.jsonl" for kind in ("scores", "answers")]
         run("score", source, *mesh, "--manifest", place.manifest, "--out", files[0], "--every-token")
         audio = [place.work / f"{n}.wav" for n in range(3)]
@@ -150,6 +139,23 @@ def test_the_export_answers_and_scores_as_the_run_does(place: Place, trained: Pa
         assert ours["tokens"] == theirs["tokens"]
         np.testing.assert_allclose(ours["log_probs"], theirs["log_probs"], rtol=0, atol=2e-5)
     assert [x["tokens"] for x in found["run"][1]] == [x["tokens"] for x in found["export"][1]]
+
+
+def test_words_have_the_same_times_on_a_mesh_and_on_one_device(place: Place, trained: Path):
+    found = []
+    for mesh in ([], ALONE):
+        out = place.work / f"times-{len(mesh)}"
+        given = ("--manifest", place.manifest, "--out", out, "--data.workers", 0)
+        run("align", trained, *mesh, *given)
+        found.append(read_lines(out / "words.jsonl"))
+    ours, alone = found
+    assert len(ours) == len(SECONDS) - 1, "that of 0.3 s is too short for its text"
+    for line, want in zip(ours, alone, strict=True):
+        assert line["key"] == want["key"]
+        assert [x["word"] for x in line["words"]] == [x["word"] for x in want["words"]] != []
+        for got, x in zip(line["words"], want["words"], strict=True):
+            np.testing.assert_allclose([got["start"], got["end"]], [x["start"], x["end"]], atol=1e-3)
+            assert got["speaker"] == x["speaker"]
 
 
 def test_a_run_is_evaluated_and_prefers(place: Place, trained: Path):

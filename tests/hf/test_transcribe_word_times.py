@@ -44,7 +44,7 @@ def test_a_folder_as_it_is_published_aligns(
     assert words == [["one", "two,", "three"], ["six"], ["we", "are", "here"]]
     assert [word.get("speaker") for word in lines[0]["words"]] == ["1", "0", "0"]
     (skipped,) = map(json.loads, (out / "skipped.jsonl").read_text().splitlines())
-    needed = frames_needed(np.frombuffer(b" far too much is said in here", np.uint8))
+    needed = frames_needed(np.array(list(b" far too much is said in here")))
     frames = f"which need {needed} frames of the head for word times, and its recording makes 8"
     assert frames in skipped["reason"]
     model = jaxthd.load(folder / "model")
