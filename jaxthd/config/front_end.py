@@ -189,7 +189,7 @@ class FrontEnd:
         return 0
 
     def labeller(self, tokenizer: str) -> "Labeller":
-        """What makes labels. tokenizer: data.tokenizer. Raises UserError where that has no labels."""
+        """Returns what makes labels. tokenizer: data.tokenizer. Raises UserError where that has no labels."""
         raise NotImplementedError
 
     @property

@@ -1,4 +1,5 @@
-"""Word times of given documents, packed and on any mesh, by the CTC of a model that trained with it."""
+"""Word times of given documents, packed and on any mesh, by the CTC of a model that trained with it, or of its
+front end's own head."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -61,7 +62,7 @@ class _Scored(NamedTuple):
 
 
 class _Evidence(NamedTuple):
-    """What a document is aligned by. at: of its frames, where their scores stand in the row."""
+    """Labels and frames of a document. at: where the frames' scores stand in the row."""
 
     labels: Int[np.ndarray, " L"]
     words: Sequence[LabelledWord]
@@ -131,7 +132,7 @@ class Aligner:
     def _evidence(
         self, tokens: list[int], slots: Int[np.ndarray, " outputs"], outputs: Int[np.ndarray, " outputs"]
     ) -> _Evidence:
-        """What a document is aligned by. tokens: supervised. slots, outputs: of its recording's outputs, the
+        """Labels and frames of a document. tokens: the supervised ones. slots, outputs: of its recording's outputs, the
         tokens' slots and where they stand among the row's outputs."""
         if self._labeller is None:
             return _Evidence(np.array(tokens, int), words_of_tokens(self._tokenizer, tokens), slots)
