@@ -2,10 +2,12 @@
 
     jaxthd preferences runs/my --manifest train.jsonl --out pairs.jsonl
     jaxthd preferences runs/my@best --manifest train.jsonl --out pairs.jsonl --samples 16 --temperature 1.2
+    jaxthd preferences runs/my --manifest train.jsonl --out pairs.jsonl --by insertions
 
 For each item of the manifest, several hypotheses are sampled. Of those that ended by themselves, the one with
-the lowest word error rate becomes chosen, the one with the highest rejected. --out receives a line for each
-item where these differ, in the manifest's order: the fields of its own line, and
+the lowest word error rate becomes chosen, the one with the highest rejected; with --by insertions, those with
+the fewest and the most inserted words. --out receives a line for each item where these differ, in the
+manifest's order: the fields of its own line, and
     item                        its line number and name
     chosen, rejected            the two hypotheses
     chosen_wer, rejected_wer    their word error rates, after train.normaliser
@@ -26,7 +28,7 @@ import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from tqdm import tqdm
 
@@ -47,7 +49,7 @@ from jaxthd.files.unread_output import goes_on_unread
 from jaxthd.inference.chat import say
 from jaxthd.inference.generator import Generator, check_sampling
 from jaxthd.inference.model import load
-from jaxthd.inference.preferences import Item, PreferenceFiles, measured, pair_lines
+from jaxthd.inference.preferences import By, Item, PreferenceFiles, measured, pair_lines
 from jaxthd.inference.wer import make_normaliser
 from jaxthd.run.evaluations import checkpoint_of, evaluated_settings
 from jaxthd.terminal.arguments import SAMPLING, WEIGHTS, CommandLine, parse_command_line
@@ -59,6 +61,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "manifest": {"metavar": "FILE", "help": "items with transcripts, as in data.manifest"},
     "out": {"type": Path, "metavar": "FILE", "help": "JSONL file for the preference lines"},
     "items": {"type": int, "metavar": "N", "help": "only the first N items of the manifest"},
+    "by": {
+        "choices": get_args(By),
+        "default": "wer",
+        "help": "what tells hypotheses apart: wer (the default), or insertions",
+    },
     "samples": {"type": int, "default": 8, "help": "hypotheses of each item, 8 by default"},
     **SAMPLING,
     "temperature": {"type": float, "default": 1.0, "help": "temperature of sampling, 1 by default"},
@@ -81,8 +88,9 @@ def main(argv: list[str] | None = None) -> None:
         )
     items, skipped, digest = _items(config, options)
     sizes = {name: getattr(options, name) for name in ("samples", "max_new_tokens")}
-    sources, settings = _settings(config, weights, {"manifest": digest} | line.sampling() | sizes)
-    with PreferenceFiles(options.out, options.manifest, settings) as out:
+    by = {} if options.by == "wer" else {"by": options.by}  # files of before this setting go on
+    sources, settings = _settings(config, weights, {"manifest": digest} | line.sampling() | sizes | by)
+    with PreferenceFiles(options.out, options.manifest, settings, options.by) as out:
         for item in skipped:
             out.skip(*item)
         rest = [item for item in items if item.example.key not in out.done]

@@ -144,6 +144,17 @@ def test_the_best_and_the_worst_hypothesis_become_a_pair(
     assert [a.text for a in example.alternatives] == ["one two", "won too three"]
 
 
+def test_hypotheses_are_told_apart_by_their_insertions(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    """Of equals the one with fewer other errors is better; spread in other errors makes no pair."""
+    monkeypatch.setitem(SAID, "a", ["won", "one two", "one two too", "one two too tree", "won too three"])
+    monkeypatch.setitem(SAID, "d", ["yes", "no", "yes sir"])
+    (pair,) = run(folder, monkeypatch, Parrot(), "--by", "insertions")
+    assert (pair["chosen"], pair["rejected"]) == ("one two", "won too three")
+    assert (pair["chosen_wer"], pair["rejected_wer"]) == (0.0, 1.5)
+    with pytest.raises(UserError, match=r"other settings:\n  by: insertions there, None now"):
+        run(folder, monkeypatch, Parrot())
+
+
 def test_without_a_pair_no_training_is_advised(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

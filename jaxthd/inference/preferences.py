@@ -1,4 +1,4 @@
-"""Preference lines from hypotheses: the best and the worst of an item's, by word error rate; and their files.
+"""Preference lines from hypotheses: the best and the worst of an item's, by their errors; and their files.
 
 The files are appended to as lines are made, continued after a kill, and never overwritten.
 """
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from jaxthd.data.example import Example
 from jaxthd.data.skipped import SkipLog
@@ -23,6 +23,8 @@ from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.run.report import SAMPLES, one_line
 
 Line = dict[str, Any]
+By = Literal["wer", "insertions"]
+"""What tells hypotheses apart: all word errors, or inserted words, and of equals all errors."""
 ITEM = "item"
 """The field of a line that names the item it was made of, by its key."""
 
@@ -70,23 +72,28 @@ def measured(reference: str, answers: Sequence[Answer], normalise: Callable[[str
     return [Hypothesis(a.text, e, a.end == "stop") for a, e in zip(answers, errors, strict=True)]
 
 
-def best_and_worst(hypotheses: Sequence[Hypothesis]) -> tuple[Hypothesis, Hypothesis] | None:
-    """The hypotheses of the lowest and of the highest word error rate, of equals the first; None where all
-    have the same, or fewer than two can be trained on.
+def best_and_worst(hypotheses: Sequence[Hypothesis], by: By = "wer") -> tuple[Hypothesis, Hypothesis] | None:
+    """The hypotheses with the fewest and with the most errors, of equals the first; None where all have as
+    many (insertions, if they are told apart by these), or fewer than two can be trained on.
     """
+
+    def errors(hypothesis: Hypothesis) -> tuple[int, int]:
+        wrong, inserted = hypothesis.errors.wrong, hypothesis.errors.insertions
+        return (inserted, wrong) if by == "insertions" else (wrong, 0)
+
     answers = [hypothesis for hypothesis in hypotheses if hypothesis.is_answer]
     if not answers:
         return None
-    best, worst = (choose(answers, key=lambda h: h.errors.wrong) for choose in (min, max))
-    return (best, worst) if best.errors.wrong < worst.errors.wrong else None
+    best, worst = (choose(answers, key=errors) for choose in (min, max))
+    return (best, worst) if errors(best)[0] < errors(worst)[0] else None
 
 
-def preference_line(item: Item, hypotheses: Sequence[Hypothesis], out: Path) -> Line | None:
+def preference_line(item: Item, hypotheses: Sequence[Hypothesis], out: Path, by: By = "wer") -> Line | None:
     """The line of an item, with the fields that it had; None where its hypotheses have no spread.
 
     out: the file that the line is for: its paths are taken from that file's folder.
     """
-    found = best_and_worst(hypotheses)
+    found = best_and_worst(hypotheses, by)
     if found is None:
         return None
     chosen, rejected = found
@@ -141,13 +148,13 @@ class PreferenceFiles(AbstractContextManager["PreferenceFiles"]):
 
     A context manager: where what is inside fails before the first line, new files are removed.
 
-    settings: what the lines depend on, as JSON. done: keys of the items that have been sampled. pairs: number
-    of preference lines.
+    settings: what the lines depend on, as JSON. by: what tells hypotheses apart. done: keys of the items that
+    have been sampled. pairs: number of preference lines.
     Raises UserError where the files hold lines that were made with other settings.
     """
 
-    def __init__(self, path: Path, manifest: str, settings: dict[str, Any]) -> None:
-        self.path, self._manifest = path, manifest
+    def __init__(self, path: Path, manifest: str, settings: dict[str, Any], by: By = "wer") -> None:
+        self.path, self._manifest, self._by = path, manifest, by
         self._without_spread = path.with_suffix(".without_spread.jsonl")
         self._settings, skipped = path.with_suffix(".settings.json"), path.with_suffix(".skipped.jsonl")
         self.done: set[str] = set()
@@ -167,7 +174,7 @@ class PreferenceFiles(AbstractContextManager["PreferenceFiles"]):
 
     def add(self, item: Item, hypotheses: Sequence[Hypothesis]) -> None:
         """Appends an item's line to the file that it belongs to."""
-        line, key = preference_line(item, hypotheses, self.path), item.example.key
+        line, key = preference_line(item, hypotheses, self.path, self._by), item.example.key
         if line is None:
             append_line(self._without_spread, without_spread_line(item, hypotheses))
             self._count_other(key, [hypothesis.errors.rate for hypothesis in hypotheses])
