@@ -1,7 +1,6 @@
 """Stores for tests, each with a proxy of faults before it, in processes of their own."""
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -9,6 +8,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any, NamedTuple
 from urllib.request import Request, urlopen
 
@@ -17,6 +17,9 @@ BUCKET = "speech"
 AUTHORIZATION = "AWS4-HMAC-SHA256 Credential=an-access-key/20260101/us-east-1/s3/aws4_request"
 """moto does not check the signature."""
 SECRET = "a-secret-that-no-message-holds"
+START_SECONDS = 120.0
+"""A server that has not answered its first request by then will not. moto's takes 7 s where eight other
+processes have the two cores, and 0.5 s alone."""
 
 
 class Server(NamedTuple):
@@ -59,7 +62,7 @@ def s3_server(python: str) -> Iterator[Server]:
     """moto's S3 server. python: an interpreter with moto."""
     port = _free_port()
     with _process(port, [python, "-m", "moto.server", "-p", str(port)]) as direct:
-        urlopen(Request(f"{direct}/{BUCKET}", method="PUT"), timeout=10).close()
+        urlopen(Request(f"{direct}/{BUCKET}", method="PUT"), timeout=START_SECONDS).close()
         with _proxy(direct) as proxy:
             yield Server(f"s3://{BUCKET}", proxy, direct)
 
@@ -84,23 +87,27 @@ def _proxy(direct: str) -> Iterator[str]:
 
 @contextmanager
 def _process(port: int, command: list[str]) -> Iterator[str]:
-    process = subprocess.Popen(
-        command, cwd=ROOT, env=os.environ, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    try:
-        until = time.monotonic() + 60
-        while True:
-            assert process.poll() is None, f"{command} ended"
-            try:
-                socket.create_connection(("127.0.0.1", port), 1).close()
-                break
-            except OSError:
-                assert time.monotonic() < until, f"{command} does not listen"
-                time.sleep(0.05)
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.kill()
-        process.wait()
+    with TemporaryFile("w+") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=output)
+
+        def said() -> str:
+            output.seek(0)
+            return output.read()[-2000:]
+
+        try:
+            until = time.monotonic() + START_SECONDS
+            while True:
+                assert process.poll() is None, f"{command} ended: {said()}"
+                try:
+                    socket.create_connection(("127.0.0.1", port), 1).close()
+                    break
+                except OSError:
+                    assert time.monotonic() < until, f"{command} does not listen: {said()}"
+                    time.sleep(0.05)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.kill()
+            process.wait()
 
 
 def _free_port() -> int:

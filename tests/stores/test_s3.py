@@ -2,7 +2,7 @@
 
     python -m pytest -m nightly tests/stores --python-reference PYTHON
 
-PYTHON has moto and flask: pip install moto flask flask-cors py-partiql-parser.
+PYTHON has moto: pip install "moto[server]".
 """
 
 import json
