@@ -39,6 +39,7 @@ from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.steps.training import loss_and_gradient
 from tests.clips import clip_of
+from tests.helpers import assert_same
 from tests.references.waves import wave
 
 REFERENCES = Path(__file__).parents[1] / "references"
@@ -272,3 +273,17 @@ def assert_identical(found: Mapping[str, np.ndarray], want: Mapping[str, np.ndar
 def published(name: str, folder: Path) -> Published:
     """The reference, written to `folder` and imported from there."""
     return Published.of(load_reference(name), write_published(name, folder))
+
+
+def assert_trained_as_published(family: Published, mesh: MeshConfig) -> None:
+    """Asserts that a training step on a mesh, with stored batch statistics, has the library's loss and
+    gradients."""
+    want = family.gradients()
+    # BatchNorms keep their statistics, and have no gradient.
+    norms = {key for key in want if key.startswith("encoder.blocks.conv.norm.")}
+    loss, gradients = family.on_mesh(
+        mesh, AdaptConfig(freeze=("encoder.blocks.conv.norm.*",) if norms else ())
+    )
+    np.testing.assert_allclose(loss, family.arrays["loss"], rtol=1e-5)
+    assert {*gradients} == {*want} - norms
+    assert_same(gradients, {key: want[key] for key in gradients}, 1e-4)

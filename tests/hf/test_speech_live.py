@@ -8,16 +8,19 @@ import json
 import os
 import subprocess
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
 from jaxthd.checkpoints.sources import published_config
+from jaxthd.config import MeshConfig
 from jaxthd.files.jsonl import read_lines
-from tests.helpers import save_run
-from tests.hf.published import assert_identical, tensors
+from tests.helpers import assert_same, save_run
+from tests.hf.published import Published, assert_identical, assert_trained_as_published, tensors
 from tests.hf.speech_folders import NAMES, NEVER_TIED, complete_folder
 from tests.test_speech_commands import Commands
 
@@ -126,24 +129,57 @@ def test_the_library_opens_a_run_with_a_tied_embedding(
     assert_scored(library, exported, {MESHES[0]: scored(on, run, MESHES[0], "--every-token")})
 
 
+class CommandsHere(Commands):
+    """The commands in this process, which has devices for each mesh: another would begin for each."""
+
+    def call(self, name: str, *arguments: Any) -> str:
+        jax.devices()  # that have not begun would be as many as the first mesh has
+        import_module(f"jaxthd.{name}").main([*map(str, arguments)])
+        return ""
+
+
 @pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize(("ranks", "meshes"), [(2, MESHES), (1, (MESHES[0], (1, 2, 1, 1)))], ids=["2", "1"])
 @pytest.mark.parametrize("name", NAMES)
 def test_odd_sizes_agree_with_the_library(
-    name: str, seed: int, request: pytest.FixtureRequest, tmp_path: Path
+    name: str,
+    ranks: int,
+    meshes: tuple[tuple[int, ...], ...],
+    seed: int,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
 ):
-    """Every token, on one device and on two context ranks; the export is the original."""
+    """Every token, on meshes with as many tensor ranks as divide the decoder's sizes; the export is the
+    original."""
     if name == "voxtral":
         pytest.importorskip("mistral_common")
     python = request.config.getoption("--python-reference")
 
     def write(family: str, folder: Path) -> Path:
-        run_module(python, "odd_speech", family, folder, "--seed", seed)
+        run_module(python, "odd_speech", family, folder, "--seed", seed, "--ranks", ranks)
         return complete_folder(family, folder)
 
-    on = Commands(name, tmp_path, ITEMS, write)
-    meshes = (MESHES[0], (1, 2, 1, 1))
+    on = CommandsHere(name, tmp_path, ITEMS, write)
     found = {mesh: scored(on, on.folder, mesh, "--every-token") for mesh in meshes}
     assert_scored(Library(python, on), on.folder, found)
     on.call("convert", "import", on.folder, "--out", on.work / "imported")
     on.call("convert", "export", on.work / "imported", "--out", on.work / "again", "--like", on.folder)
     assert_identical(tensors(on.work / "again"), tensors(on.folder))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", NAMES)
+def test_gradients_of_odd_sizes_agree_with_the_library(
+    name: str, seed: int, request: pytest.FixtureRequest, tmp_path: Path
+):
+    """Of documents with none to three recordings; the logits in one buffer too."""
+    folder, file = tmp_path / name, tmp_path / "arrays.npz"
+    python = request.config.getoption("--python-reference")
+    run_module(python, "odd_speech", name, folder, "--seed", seed, "--ranks", 2, "--arrays", file)
+    family = Published.of(dict(np.load(file)), folder)
+    order = [*family.numbers[1:], 0]
+    _, logits, _ = family.run(order)
+    for n, found in zip(order, logits, strict=True):
+        assert_same(found[family.arrays[f"tokens.{n}"] != 47], family.arrays[f"logits.{n}"], 2e-5)
+    for mesh in MESHES:
+        assert_trained_as_published(family, MeshConfig(*mesh))

@@ -22,6 +22,7 @@ from tests.helpers import assert_same, save_run
 from tests.hf.published import (
     Published,
     assert_identical,
+    assert_trained_as_published,
     change_published,
     load_reference,
     published,
@@ -70,17 +71,7 @@ def test_logits_and_gradients_equal_transformers(family):
 )
 @pytest.mark.parametrize("name", NAMES)
 def test_gradients_on_meshes_equal_transformers(name, mesh, tmp_path):
-    """Of a training step, with stored batch statistics."""
-    family = published(name, tmp_path / "published")
-    # Where there are BatchNorms they keep their statistics, and have no gradient.
-    has_statistics = any("running_mean" in key for key in family.arrays)
-    frozen = ("encoder.blocks.conv.norm.*",) if has_statistics else ()
-    loss, gradients = family.on_mesh(mesh, AdaptConfig(freeze=frozen))
-    np.testing.assert_allclose(loss, family.arrays["loss"], rtol=1e-5)
-    want = family.gradients()
-    norms = {key for key in want if key.startswith("encoder.blocks.conv.norm.")}
-    assert {*gradients} == {*want} - norms
-    assert_same(gradients, {key: want[key] for key in gradients}, 1e-4)
+    assert_trained_as_published(published(name, tmp_path / "published"), mesh)
 
 
 @pytest.mark.parametrize("name", NAMES)

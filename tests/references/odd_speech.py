@@ -1,9 +1,11 @@
 """Writes a folder of a speech LLM with settings drawn at random, odd where they may be.
 
-    python -m tests.references.odd_speech FAMILY FOLDER --seed N    # needs torch and transformers
+    python -m tests.references.odd_speech FAMILY FOLDER --seed N [--ranks 2] [--arrays FILE]
 
-FAMILY: one of speech_llms.VARIANTS. FOLDER is as save_pretrained writes it, with speech_llms.py's vocabulary
-and placeholder, and without a tokenizer.
+Needs torch and transformers. FAMILY: one of speech_llms.VARIANTS. FOLDER is as save_pretrained writes it,
+with speech_llms.py's vocabulary and placeholder, and without a tokenizer. --ranks: the decoder has sizes that
+so many tensor ranks can divide, and at least so many layers. --arrays: an archive of what the library makes
+of DOCUMENTS, by the keys of speech_llms.py.
 """
 
 import argparse
@@ -12,15 +14,37 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tests.references.speech_llms import TEXT, VARIANTS, save
+import numpy as np
 
-Draw = random.Random
+from tests.references.speech_llms import TEXT, VARIANTS, Drawn, computed, save, window_seconds
+
+DOCUMENTS: tuple[Drawn, ...] = (
+    (3, (0.3,), 5),
+    (2, (2.33, 5.03, 0.77), 4),
+    (4, (), 6),
+    (1, (31.2, 0.9), 4),
+    (2, (100.0,), 5),
+)
 MELS = (8, 13, 16, 40, 80, 128)
 
 
+class Draw(random.Random):
+    """Draws a family's sizes. ranks: 1 or 2, which divide its decoder."""
+
+    def __init__(self, name: str, seed: int, ranks: int) -> None:
+        super().__init__(f"{name} {seed}")
+        self.ranks = ranks
+
+    def width(self, least: int, most: int) -> int:
+        """A width that the ranks can divide."""
+        return self.ranks * self.randint(-(-least // self.ranks), most // self.ranks)
+
+
 def _heads(draw: Draw) -> dict[str, int]:
-    few = draw.choice((1, 2, 3))
-    return {"num_key_value_heads": few, "num_attention_heads": few * draw.choice((1, 2, 3))}
+    """Heads; each rank has as many, and keys and values of its own or those that both have."""
+    few = draw.choice((1, 2, 4 if draw.ranks == 2 else 3))
+    groups = draw.choice((1, 2, 3)) * (draw.ranks if few == 1 else 1)
+    return {"num_key_value_heads": few, "num_attention_heads": few * groups}
 
 
 def _rope(draw: Draw) -> dict[str, Any]:
@@ -42,8 +66,8 @@ def _text(draw: Draw, own_head_dim: bool = True) -> dict[str, Any]:
         **TEXT,
         **heads,
         "hidden_size": dim * heads["num_attention_heads"],
-        "intermediate_size": draw.randint(5, 50),
-        "num_hidden_layers": draw.randint(1, 4),
+        "intermediate_size": draw.width(5, 50),
+        "num_hidden_layers": draw.randint(draw.ranks, 4),
         "max_position_embeddings": 4096,
         "rms_norm_eps": draw.choice((1e-6, 1e-5, 1e-3)),
         "rope_parameters": _rope(draw),
@@ -151,7 +175,7 @@ def qwen3_omni(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
     text = _axes(found["text_config"]) | {
         "num_experts": experts,
         "num_experts_per_tok": draw.randint(1, experts - 1),
-        "moe_intermediate_size": draw.randint(3, 20),
+        "moe_intermediate_size": draw.width(3, 20),
         "norm_topk_prob": draw.random() < 0.7,
     }
     return found | {"text_config": text, "vision_config": {"out_hidden_size": text["hidden_size"]}}
@@ -231,10 +255,10 @@ DRAWN: dict[str, Callable[[Draw, dict[str, Any]], dict[str, Any]]] = {
 """(what draws, the reference's fields) -> fields that are drawn, those of its parts over the reference's."""
 
 
-def drawn(name: str, seed: int) -> dict[str, Any]:
+def drawn(name: str, seed: int, ranks: int) -> dict[str, Any]:
     """The fields of a config."""
     fields = VARIANTS[name].fields(2)
-    for key, value in DRAWN[name](random.Random(f"{name} {seed}"), fields).items():
+    for key, value in DRAWN[name](Draw(name, seed, ranks), fields).items():
         fields[key] = {**fields[key], **value} if isinstance(value, dict) else value
     # The library's class asks what stands on top.
     return fields | {"tie_word_embeddings": fields["text_config"].get("tie_word_embeddings", False)}
@@ -247,8 +271,15 @@ def main() -> None:
     parser.add_argument("family", choices=DRAWN)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--ranks", type=int, default=1, choices=(1, 2))
+    parser.add_argument("--arrays", type=Path)
     options = parser.parse_args()
-    save(options.family, drawn(options.family, options.seed), options.seed, options.folder)
+    name, seed, folder = options.family, options.seed, options.folder
+    fields = drawn(name, seed, options.ranks)
+    model, _ = save(name, fields, seed, folder)
+    if options.arrays:
+        found = computed(name, model, folder, window_seconds(fields), DOCUMENTS, is_long=True)
+        np.savez(options.arrays, **found)  # type: ignore[arg-type]
     # It names the default tokens, which are beyond this vocabulary.
     (options.folder / "generation_config.json").unlink(missing_ok=True)
 

@@ -31,7 +31,7 @@ Keys (c is a document's number):
 
 import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,15 +47,16 @@ from tests.references.waves import RATE, wave
 
 PLACEHOLDER, VOCABULARY = 47, 48
 MELS = 16
-DOCUMENTS: tuple[tuple[int, tuple[float, ...], int], ...] = (
+Drawn = tuple[int, tuple[float, ...], int]
+"""Prompt tokens, seconds of each recording, text tokens of a document."""
+DOCUMENTS: tuple[Drawn, ...] = (
     (3, (0.3,), 5),
     (1, (1.17,), 3),
     (2, (0.71, 2.33), 4),
     (4, (), 6),
     (2, (5.03,), 2),
 )
-"""(prompt tokens, seconds of each recording, text tokens) of each document."""
-LONG = ((2, (0.3,), 3), (1, (31.2, 0.9), 4), (2, (100.0,), 5))
+LONG: tuple[Drawn, ...] = ((2, (0.3,), 3), (1, (31.2, 0.9), 4), (2, (100.0,), 5))
 TEXT: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 24,
@@ -419,6 +420,12 @@ def gradients(model: torch.nn.Module, folder: Path) -> Arrays:
     return {k: x for k, x in on_disk(holder, folder).items() if x.ndim and not np.isnan(x).any()}
 
 
+def window_seconds(fields: dict[str, Any]) -> int:
+    """Seconds of Whisper's window, by its position table."""
+    audio = fields.get("audio_config", {})
+    return (audio.get("max_source_positions") or audio.get("max_position_embeddings") or 1500) // 50
+
+
 def reference(name: str, seed: int, folder: Path) -> Arrays:
     """All arrays of one archive. folder: where the checkpoint is saved."""
     short = name.removesuffix("_long")
@@ -426,10 +433,20 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
     seconds = variant.seconds if is_long else 2
     model, weights = save(short, variant.fields(seconds), seed, folder)
     out: Arrays = {"config": np.asarray((folder / "config.json").read_text())}
-    prefix = "thinker." if variant.thinker_of else ""
     out |= {f"weight.{k}": v for k, v in weights.items()}
+    documents = LONG if is_long else DOCUMENTS
+    return out | computed(short, model, folder, seconds, documents, is_long) | variant.more()
+
+
+def computed(
+    name: str, model: Any, folder: Path, seconds: int, documents: Sequence[Drawn], is_long: bool
+) -> Arrays:
+    """What a saved model makes of documents. seconds: of a window. is_long: whether logits are kept of the
+    text's tokens alone."""
+    variant, out = VARIANTS[name], Arrays()
+    prefix = "thinker." if variant.thinker_of else ""
     loss, number = torch.zeros(()), 0
-    for c, (prompt, recordings, text) in enumerate(LONG if is_long else DOCUMENTS):
+    for c, (prompt, recordings, text) in enumerate(documents):
         seeds = np.arange(number, number + len(recordings))
         number += len(recordings)
         audio = [variant.encoded(model, wave(s, x), seconds) for s, x in zip(seeds, recordings, strict=True)]
@@ -448,9 +465,9 @@ def reference(name: str, seed: int, folder: Path) -> Arrays:
         out |= {f"tokens.{c}": tokens.numpy(), f"logits.{c}": kept.detach().numpy()}
         out |= {f"seeds.{c}": seeds, f"seconds.{c}": np.asarray(recordings, np.float64)}
     loss.backward()
-    found = gradients(model, folder.with_name(f"{name}_gradients"))
+    found = gradients(model, folder.with_name(f"{folder.name}_gradients"))
     out |= {f"grad.{prefix}{k}": v for k, v in found.items()}
-    return out | {"loss": loss.detach().numpy()} | variant.more()
+    return out | {"loss": loss.detach().numpy()}
 
 
 def main() -> None:

@@ -16,13 +16,12 @@ import json
 import sys
 import wave as wave_files
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 import transformers
 
-from tests.references.speech_llms import PLACEHOLDER, VARIANTS
+from tests.references.speech_llms import PLACEHOLDER, VARIANTS, window_seconds
 from tests.references.waves import RATE
 
 
@@ -31,12 +30,6 @@ def samples_of(file: str) -> np.ndarray:
     with wave_files.open(file) as opened:
         assert (opened.getframerate(), opened.getsampwidth(), opened.getnchannels()) == (RATE, 2, 1)
         return np.frombuffer(opened.readframes(opened.getnframes()), np.int16).astype(np.float32) / 32768
-
-
-def window_seconds(fields: dict[str, Any]) -> int:
-    """Seconds of Whisper's window, by its position table."""
-    audio = fields.get("audio_config", {})
-    return (audio.get("max_source_positions") or audio.get("max_position_embeddings") or 1500) // 50
 
 
 def main() -> None:
