@@ -55,14 +55,23 @@ _QFORMER: Settings = {
     "query_ffn_dim": Field("intermediate_size", 3072),
     "cross_every": Field("cross_attention_frequency", 2),
 }
+
+
+def _queries(rate: int | None, fields: Fields) -> int:
+    """Queries of a window. Raises UserError where the windows' outputs are not as many as the library joins
+    (it then fails with a recording of two windows)."""
+    rate, window = 5 if rate is None else rate, fields.get("window_size", 15)
+    if window % rate:
+        raise UserError(
+            f"config.json has downsample_rate {rate}; expected a divisor of window_size, {window}: choose "
+            "another checkpoint"
+        )
+    return int(window // rate)
+
+
 _WINDOWS: Settings = {
     "window": Field("window_size", 15),
-    "queries": Field(
-        "downsample_rate",
-        5,
-        lambda rate, fields: fields.get("window_size", 15) // rate,
-        lambda encoder: encoder.window // encoder.queries,
-    ),
+    "queries": Field("downsample_rate", 5, _queries, lambda encoder: encoder.window // encoder.queries),
 }
 
 

@@ -114,11 +114,17 @@ def test_a_head_that_the_library_never_ties_is_read_and_written(name, tmp_path):
         ("glmasr", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "rope_type: 'linear'"),
         ("qwen2_5_omni", {"n_window": 70}, "n_window 70; expected a divisor of 15000"),
         ("qwen3_asr", {"n_window_infer": 250}, "n_window_infer 250; expected a multiple of 100"),
+        (
+            "granite_speech",
+            {"downsample_rate": 4},
+            "downsample_rate 4; expected a divisor of window_size, 15",
+        ),
     ],
 )
 def test_an_encoder_that_is_not_computed_is_refused(name, change, message, tmp_path):
     def changed(settings, _):
-        settings.get("thinker_config", settings)["audio_config"].update(change)
+        settings = settings.get("thinker_config", settings)
+        settings.get("audio_config", settings).update(change)
 
     folder = change_published(write_published(name, tmp_path / name), changed)
     with pytest.raises(UserError, match=re.escape(message)):

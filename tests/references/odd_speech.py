@@ -222,7 +222,7 @@ def granite_speech(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
     joined = fields["encoder_config"].get("cat_hidden_layers") and draw.sample(
         range(layers), draw.randint(1, layers)
     )
-    heads, (window, rate) = draw.choice((2, 4)), draw.choice(((15, 5), (15, 3), (12, 4), (10, 5), (15, 4)))
+    heads, (window, rate) = draw.choice((2, 4)), draw.choice(((15, 5), (15, 3), (12, 4), (10, 5), (14, 7)))
     projector = {
         "hidden_size": heads * draw.choice((4, 7)),
         "num_hidden_layers": draw.randint(1, 3),
