@@ -1,5 +1,5 @@
-"""Word times of given documents, packed and on any mesh, by the CTC of a model that trained with it, or of its
-front end's own head."""
+"""Word times of given documents, packed and on any mesh, by the CTC of a model that trained with it, or of
+its front end's own head."""
 
 import operator
 from collections.abc import Iterator, Sequence
@@ -132,8 +132,8 @@ class Aligner:
     def _evidence(
         self, tokens: list[int], slots: Int[np.ndarray, " outputs"], outputs: Int[np.ndarray, " outputs"]
     ) -> _Evidence:
-        """Labels and frames of a document. tokens: the supervised ones. slots, outputs: of its recording's outputs, the
-        tokens' slots and where they stand among the row's outputs."""
+        """Labels and frames of a document. tokens: the supervised ones. slots, outputs: of its recording's
+        outputs, the tokens' slots and where they stand among the row's outputs."""
         if self._labeller is None:
             return _Evidence(np.array(tokens, int), words_of_tokens(self._tokenizer, tokens), slots)
         text, _ = label_spans(self._tokenizer, tokens)
