@@ -25,6 +25,7 @@ if _typing.TYPE_CHECKING:
     from jaxthd.config import EncoderConfig as EncoderConfig
     from jaxthd.config import FilterConfig as FilterConfig
     from jaxthd.config import LLMConfig as LLMConfig
+    from jaxthd.config import MarksConfig as MarksConfig
     from jaxthd.config import MeshConfig as MeshConfig
     from jaxthd.config import ModelConfig as ModelConfig
     from jaxthd.config import PostTrainingConfig as PostTrainingConfig

@@ -4,10 +4,11 @@
     jaxthd align runs/my@best --manifest dev.jsonl --out times
 
 The model must have been trained with CTC (train.ctc_loss above 0), or have a head for word times
-(Nemotron 3.5 Transcribe): the likeliest alignment of the text with the frames is found exactly. Recordings
-are packed and encoded on the config's mesh; neither changes a word's times. The folder --out receives
+(Nemotron 3.5 Transcribe): the likeliest alignment of the text with the frames is found exactly. Or its head
+tells the times of marks in the text (Qwen3's forced aligner). Recordings are packed and encoded on the
+config's mesh; neither changes a word's times. The folder --out receives
     words.jsonl     a line for each recording, in the manifest's order: key; words, each with word, start, end
-                    (seconds), score (the likelihood of its letters or tokens in its frames, 0 to 1), and
+                    (seconds), score (the likelihood of its letters, tokens or marks, 0 to 1), and
                     speaker where the text has tags (<spk:0>)
     words.ctm       the same as NIST's CTM
     NAME.vtt        captions in which each word has its time, for players; a file for each recording

@@ -114,7 +114,8 @@ def _data(found: Sequence[Checkpoint]) -> DataConfig:
     folders = [c.tokenizer for c in (*found, *of_llm) if c.tokenizer]
     if not folders:
         # Those of a template that a tokenizer writes count with it alone.
-        return DataConfig(**{} if settings.get("template") in ("chat_template", "mistral") else settings)
+        of_tokenizer = settings.get("template") in ("chat_template", "mistral", "marks")
+        return DataConfig(**{} if of_tokenizer else settings)
     if _hears(folders[-1]):
         settings.pop("template_source", None)
     data = DataConfig(tokenizer=os.path.abspath(folders[-1]), **settings)

@@ -18,7 +18,7 @@ from jaxthd.config.data import (
 )
 from jaxthd.config.front_end import FrontEnd, default_front_end, register_front_end
 from jaxthd.config.mesh import MeshConfig
-from jaxthd.config.model import LLMConfig, ModelConfig
+from jaxthd.config.model import LLMConfig, MarksConfig, ModelConfig
 from jaxthd.config.posttraining import PostTrainingConfig, RolloutConfig
 from jaxthd.config.rope import RopeConfig
 from jaxthd.config.run import Config
@@ -39,6 +39,7 @@ __all__ = [
     "FrontEnd",
     "LLMConfig",
     "LatentAttentionConfig",
+    "MarksConfig",
     "MeshConfig",
     "ModelConfig",
     "Packing",

@@ -138,10 +138,11 @@ class DataConfig:
     """"bytes" (UTF-8 bytes, needs no file), "synthetic" (a small BPE of the words in the synthetic data), the
     path of a tokenizer.json or a tekken.json, or the folder of a checkpoint in Hugging Face's format, whose
     other files then say which tokens are special."""
-    template: Literal["plain", "chatml", "chat_template", "mistral"] = "plain"
+    template: Literal["plain", "chatml", "chat_template", "mistral", "marks"] = "plain"
     """The form of turns: "plain" (the text, and an end-of-text token after an answer), "chatml"
-    (<|im_start|>), "chat_template" (the template of the checkpoint in data.tokenizer), or "mistral" (as
-    mistral-common writes them for the tekken.json in data.tokenizer)."""
+    (<|im_start|>), "chat_template" (the template of the checkpoint in data.tokenizer), "mistral" (as
+    mistral-common writes them for the tekken.json in data.tokenizer), or "marks" (a recording and the words
+    of its text, two marks behind each: for a model with model.marks)."""
     template_source: str = ""
     """A chat template, in Jinja, in place of the one of the checkpoint in data.tokenizer; "": that."""
     template_options: str = ""

@@ -138,6 +138,19 @@ def _like(usual: Block, others: Mapping[str, Block]) -> Block:
     return replace(alike, **{name: getattr(usual, name) for name in differing})
 
 
+@dataclass(frozen=True)
+class MarksConfig:
+    """A head that tells times in place of tokens: of each mark in a text, when it is said (Qwen3's forced
+    aligner). Each word has two marks, its begin and its end."""
+
+    classes: Index = 0
+    """Times that the head tells apart: its rows. 0: it tells tokens, as a language model's does."""
+    seconds: float = 0.08
+    """Seconds from one time to the next; the first is 0."""
+    token: Index = 151705
+    """Id of the mark."""
+
+
 TEXT_ONLY = "a text-only model, which takes no recordings (model.encoder is None)"
 
 
@@ -157,6 +170,17 @@ class ModelConfig:
     """Form of an adapter with an inner dim: "relu2", which is RMSNorm, linear, relu^2, linear
     (Nemotron-Omni); "gelu", which is linear, GELU, linear (Qwen3-ASR, Voxtral); or "silu", which is linear,
     SiLU, linear, LayerNorm (MOSS-Transcribe-Diarize)."""
+    marks: MarksConfig = field(default_factory=MarksConfig)
+
+    def require_tokens(self) -> None:
+        """Raises UserError for a model whose head tells times at marks: it trains, scores and generates
+        nothing."""
+        if self.marks.classes:
+            raise UserError(
+                f"the model's head tells {self.marks.classes:,} times at marks in a text "
+                "(model.marks.classes), and no tokens; expected a model with a head for tokens: choose "
+                "another one, or find words in time with this one: jaxthd align"
+            )
 
     @property
     def audio_encoder(self) -> FrontEnd:

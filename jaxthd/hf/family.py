@@ -70,6 +70,7 @@ class Family:
         its answers. {}: a chat template beside the tokenizer says it.
     memory: beginnings of names of tensors on disk, and parts of names, which begin with a dot -> what they
         are in transformers' memory, where that is something else.
+    marks: whether the head of its models tells times at marks (model.marks), in place of tokens.
     meaningless: (model) -> fields of config.json that say nothing about the model: those of an original stay.
     """
 
@@ -97,6 +98,7 @@ class Family:
     data: Callable[[Fields], dict[str, Any]] = lambda fields: {}
     meaningless: Callable[[ModelConfig], Collection[str]] = lambda model: ()
     memory: Mapping[str, str] = field(default_factory=dict)
+    marks: bool = False
 
     def in_memory(self, name: str) -> str:
         """The name that a tensor on disk has in transformers' memory."""

@@ -180,7 +180,11 @@ FIELDS: dict[str, Any] = {
         "speaker_activity_threshold": _NUMBER,
     },
     "word_timestamp_config": _BLOCKS,
-    "thinker_config": {**_PART, "text_config": _PART, "audio_config": _PART},
+    "thinker_config": {**_PART, "text_config": _PART, "audio_config": _PART, "classify_num": _SIZE},
+    **_each(_SIZE, "num_labels timestamp_segment_time"),
+    **_each(_COUNT, "timestamp_token_id"),
+    "token_classification_bias": _FLAG,
+    "id2label": {},
     **_NEMO,
     "perception": {**_NEMO, "modality_adapter": _CONNECTOR},
     "encoder_chunk_size_seconds": _NUMBER,
@@ -228,6 +232,21 @@ def read_fields(path: Path) -> dict[str, Any]:
         raise UserError(f"{file} holds no JSON object; expected the checkpoint's settings: copy it anew")
     check_fields(fields, str(file))
     return fields
+
+
+def read_object(file: Path) -> Fields:
+    """A file's JSON object; {} without the file. Raises UserError where it cannot be read."""
+    if not file.is_file():
+        return {}
+    try:
+        found = json.loads(file.read_text())
+        if not isinstance(found, dict):
+            raise ValueError("it is no JSON object")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} cannot be read ({error}); expected what transformers writes: copy it anew"
+        ) from error
+    return found
 
 
 def required(fields: Fields, name: str, where: str = "config.json") -> Any:

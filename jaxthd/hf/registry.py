@@ -24,6 +24,7 @@ from jaxthd.hf import (
     qwen2_audio,
     qwen3,
     qwen3_5,
+    qwen3_aligner,
     qwen3_asr,
     qwen3_next,
     qwen_omni,
@@ -51,6 +52,7 @@ FAMILIES: tuple[Family, ...] = (
     nemotron_omni.FAMILY,
     salm.FAMILY,
     transcribe.FAMILY,
+    *qwen3_aligner.FAMILIES,  # before Qwen3-ASR, whose model_type they have
     *qwen3_asr.FAMILIES,
     qwen2_audio.FAMILY,
     audio_flamingo3.FAMILY,
@@ -135,6 +137,11 @@ def _refusal(family: Family, model: ModelConfig) -> UserError | None:
         return UserError(
             f"model.encoder is None: a text-only model has nothing for {family.title}; expected an LLM's "
             "format: choose --format llm"
+        )
+    if family.marks != bool(model.marks.classes):
+        return UserError(
+            f"model.marks.classes is {model.marks.classes}; expected {'more than ' * family.marks}0 for "
+            f"{family.title}: choose another --format"
         )
     try:
         family.fields(model)

@@ -30,7 +30,7 @@ from jaxthd.hf.family import (
     read_settings,
     write_settings,
 )
-from jaxthd.hf.fields import Fields, must_be, required
+from jaxthd.hf.fields import Fields, must_be, read_object, required
 from jaxthd.hf.nemo_llm import Naming, llm_tensors
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.reader import Reader
@@ -118,7 +118,7 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
 def _extractor(folder: Path) -> Fields:
     """The settings of the feature extractor; {} where the folder has none."""
     for name in (_PROCESSOR, _EXTRACTOR):
-        found = _object(folder / name)
+        found = read_object(folder / name)
         settings = found.get("feature_extractor", found)
         if isinstance(settings, Mapping) and settings.get("feature_size") is not None:
             return settings
@@ -127,23 +127,8 @@ def _extractor(folder: Path) -> Fields:
 
 def _prompt(folder: Path) -> str:
     """The user's turn for a recording: the processor's text before it."""
-    text = _object(folder / _PROCESSOR).get("default_transcription_prompt")
+    text = read_object(folder / _PROCESSOR).get("default_transcription_prompt")
     return f"{text if isinstance(text, str) else _PROMPT}{{audio}}"
-
-
-def _object(file: Path) -> Fields:
-    """The file's JSON object; {} without a file."""
-    if not file.is_file():
-        return {}
-    try:
-        found = json.loads(file.read_text())
-        if not isinstance(found, dict):
-            raise ValueError("it is no JSON object")
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{file} cannot be read ({error}); expected what transformers writes: copy it anew"
-        ) from error
-    return found
 
 
 def _blocks(fields: Fields, name: str, dim: int = 0) -> dict[str, Any]:

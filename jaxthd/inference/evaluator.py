@@ -60,11 +60,12 @@ class Evaluator:
     """Evaluates states of one model on batches of a fixed shape; compiled once.
 
     stop_ids: the tokens that end an answer (PromptTemplate.stop_ids). With train.max_new_tokens 0 nothing is
-    decoded.
+    decoded. Raises UserError as ModelConfig.require_tokens.
     """
 
     def __init__(self, blueprint: Blueprint, mesh: Mesh, stop_ids: tuple[int, ...]) -> None:
         config = blueprint.config
+        config.model.require_tokens()
         self._config, self._mesh, self._stop_ids = config, mesh, stop_ids
         new_tokens = config.train.max_new_tokens
         self._step: Any = make_validation_step(blueprint, mesh, stop_ids=stop_ids, new_tokens=new_tokens)

@@ -86,7 +86,7 @@ class Generator:
     decoding fewer costs the same. max_new_tokens: most tokens of an answer.
     stop_ids: the tokens that end an answer; None for those of the prompt template and the tokenizer.
     The prompts of a data rank must fit config.data.capacity token slots and audio_capacity audio frames.
-    Raises UserError as PromptTemplate and load_tokenizer do.
+    Raises UserError as PromptTemplate, load_tokenizer and ModelConfig.require_tokens do.
     """
 
     def __init__(
@@ -100,6 +100,7 @@ class Generator:
         max_new_tokens: int = 256,
         stop_ids: tuple[int, ...] | None = None,
     ) -> None:
+        config.model.require_tokens()
         self.config, self.batch = for_generation(config, batch), batch
         self.tokenizer = load_tokenizer(config.data.tokenizer)
         self.stop_ids = stop_ids or PromptTemplate(config.data, self.tokenizer).stop_ids

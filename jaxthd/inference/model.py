@@ -24,6 +24,7 @@ from jaxthd.data.text.prompt import PromptTemplate
 from jaxthd.data.text.tokenizer import Tokenizer, load_tokenizer
 from jaxthd.errors import UserError
 from jaxthd.inference.alignment.aligner import AlignedDocument, Aligner
+from jaxthd.inference.alignment.marks import MarkAligner
 from jaxthd.inference.asking import answer_all
 from jaxthd.inference.generator import Answer, AnswerDelta, Generator, for_generation, whole_answer
 from jaxthd.inference.scorer import DocumentScores, Scorer, of_document
@@ -133,9 +134,10 @@ class Model:
         return self._scorers[key]
 
     @cached_property
-    def aligner(self) -> Aligner:
+    def aligner(self) -> Aligner | MarkAligner:
         """The program that finds words in time. Raises UserError for a model that was not trained to."""
-        return Aligner(self.blueprint, self.mesh, self.tokenizer)
+        kind = MarkAligner if self.config.model.marks.classes else Aligner
+        return kind(self.blueprint, self.mesh, self.tokenizer)
 
     def transcribe(
         self,

@@ -59,12 +59,14 @@ class Scorer:
 
     top_k: likeliest tokens to find at each position, at most model.llm.vocab_size (else ValueError).
     every_token: score every text token but each document's first; otherwise the supervised ones.
+    Raises UserError as ModelConfig.require_tokens.
     """
 
     def __init__(
         self, blueprint: Blueprint, mesh: Mesh, *, top_k: int = 0, every_token: bool = False
     ) -> None:
         config = blueprint.config
+        config.model.require_tokens()
         self._config, self._mesh, self._every_token = config, mesh, every_token
         scores = make_scoring_step(blueprint, mesh, top_k)
 

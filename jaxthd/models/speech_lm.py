@@ -107,7 +107,8 @@ class SpeechLM(nnx.Module):
     config.encoder None: a text-only model; encoder and adapter are None, and batches have no audio.
     stages: of the pipeline; None for one stage. decoder_fsdp: axes over which the decoder's matrices are
     FSDP-sharded. max_documents: the most of a row; see Segments.documents. lora_documents: as in AdaptConfig.
-    Raises ValueError if the pipeline and tensor ranks cannot share the vocabulary.
+    Raises ValueError if the pipeline and tensor ranks cannot share the vocabulary, or the times that the head
+    tells (config.marks), and if these have no head of their own.
     """
 
     def __init__(
@@ -129,7 +130,10 @@ class SpeechLM(nnx.Module):
         is_tied, head_std = config.llm.tied_embedding, dim**-0.5
         self.embedding = decoder.normal(shape, vocabulary, std=head_std if is_tied else 1.0)
         self.decoder = HybridDecoder(config.llm, decoder, compute, stages)
-        self.head = None if is_tied else decoder.normal(shape, vocabulary, std=head_std)
+        times = config.marks.classes
+        entries = times or config.llm.vocab_size
+        rows = (over_vocabulary(entries), None)
+        self.head = None if is_tied else decoder.normal((entries, dim), rows, std=head_std)
         # For patterns of names (models/adapt.py): one matrix is both.
         self.also_named = (("embedding", "head"),) if is_tied else ()
         # All ranks of a pipeline use it.
@@ -143,6 +147,12 @@ class SpeechLM(nnx.Module):
             raise ValueError(
                 f"model.llm.vocab_size is {config.llm.vocab_size}, expected a multiple of {ranks}, the ranks "
                 "of mesh.pipeline x mesh.tensor, which share the vocabulary."
+            )
+        if times and (is_tied or times % ranks):
+            raise ValueError(
+                f"model.marks.classes is {times} with model.llm.tied_embedding {is_tied}; expected a "
+                f"multiple of {ranks}, the ranks of mesh.pipeline x mesh.tensor, and False: the head is not "
+                "the embedding."
             )
         self.vocabulary_axes = (PIPELINE, TENSOR) if ranks > 1 else ()
         self.has_pipeline = init.mesh.pipeline > 1

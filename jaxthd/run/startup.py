@@ -107,8 +107,10 @@ def prepared(config: Config) -> Config:
 
     Prints warnings to standard error. All processes of a run call it.
     Raises ConfigError (a UserError) for a config that cannot work, and UserError for a back-end that is not
-    admitted, for a tokenizer that cannot be read, and for options that XLA does not take.
+    admitted, for a tokenizer that cannot be read, for options that XLA does not take, and for a model whose
+    head tells no tokens.
     """
+    config.model.require_tokens()
     check(config)
     return with_kernels(config)
 

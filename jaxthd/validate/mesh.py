@@ -114,6 +114,13 @@ def _pipeline(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"set model.llm.vocab_size to {llm.vocab_size + -llm.vocab_size % ranks} (entries beyond the "
             "tokenizer's are not used), or change mesh.pipeline or mesh.tensor",
         )
+    if (times := config.model.marks.classes) and (llm.tied_embedding or times % ranks):
+        yield Finding(
+            f"model.marks.classes is {times} with {ranks} pipeline and tensor ranks and "
+            f"model.llm.tied_embedding {llm.tied_embedding}",
+            f"a multiple of {ranks}, because these ranks share the head, which is not the embedding",
+            "change mesh.pipeline or mesh.tensor, or set model.llm.tied_embedding to False",
+        )
     if mesh.pipeline == 1 and mesh.stages_per_rank > 1:
         found = f"mesh.stages_per_rank is {mesh.stages_per_rank} with mesh.pipeline 1"
         change = "set mesh.stages_per_rank to 1, or raise mesh.pipeline"

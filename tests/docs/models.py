@@ -95,6 +95,22 @@ ROWS = {
         Transcribe(),
         trained="all but the diarizer",
     ),
+    "Qwen3ASRForTokenClassification": Row(
+        "Qwen3-ForcedAligner",
+        "qwen3_asr",
+        "hf/test_qwen3_aligner.py",
+        "transformers",
+        sizes=(("chunks", 8),),
+        trained="nothing: it aligns",
+    ),
+    "Qwen3ForcedAligner": Row(
+        "Qwen3-ForcedAligner in its authors' form",
+        "qwen3_asr",
+        "hf/test_qwen3_aligner.py",
+        "qwen-asr, vLLM",
+        sizes=(("chunks", 8),),
+        trained="nothing: it aligns",
+    ),
     "Qwen3ASRForConditionalGeneration": Row("Qwen3-ASR", "qwen3_asr", SPEECH, sizes=(("chunks", 8),)),
     "qwen3_asr_authors": Row(
         "Qwen3-ASR in its authors' form", "qwen3_asr", SPEECH, "qwen-asr, vLLM", sizes=(("chunks", 8),)

@@ -86,6 +86,8 @@ TEMPLATES = {
     "glmasr": GLM,
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), GRANITE),
 }
+MARKED = 120
+"""Times that the tiny forced aligner tells apart."""
 TEKKEN = (
     *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]"),
     *("[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[TOOL_CALLS]", "[IMG]", "<pad>", "[IMG_BREAK]", "[IMG_END]"),
@@ -154,7 +156,7 @@ def complete_folder(name: str, folder: Path) -> Path:
     if name == "voxtral":
         size, audio = write_tekken(folder), TEKKEN.index("[AUDIO]")
     else:
-        added = ("<asr_text>",) if name == "qwen3_asr" else ()
+        added = ("<asr_text>", "<timestamp>") if name == "qwen3_asr" else ()
         size = write_tokenizer(folder, SPECIAL[name], ENDS[name], added)
         audio = 256 + len(SPECIAL[name]) - 1
     if name in TEMPLATES:
@@ -177,6 +179,48 @@ def complete_folder(name: str, folder: Path) -> Path:
                 tensors[key] = np.concatenate([x, more]).astype(np.float32)
 
     return change_published(folder, change)
+
+
+def write_aligner(folder: Path) -> Path:
+    """Qwen3's forced aligner: Qwen3-ASR's folder with a random head that tells MARKED classes."""
+    write_folder("qwen3_asr", folder)
+    rng = np.random.default_rng(5)
+
+    def change(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        """Changes the head."""
+        settings["architectures"] = ["Qwen3ASRForTokenClassification"]
+        settings["id2label"] = {str(k): f"LABEL_{k}" for k in range(MARKED)}
+        settings["label2id"] = {f"LABEL_{k}": k for k in range(MARKED)}
+        settings["timestamp_token_id"] = mark = 256 + len(SPECIAL["qwen3_asr"]) + 1
+        dim = settings["text_config"]["hidden_size"]
+        embedding = tensors["model.language_model.embed_tokens.weight"]
+        # Else all marks tell the same.
+        embedding[mark] *= 0.01
+        embedding[:256] *= 4
+        for name, x in tensors.items():
+            x *= 6 if name.endswith("q_norm.weight") else 1
+        tensors.pop("lm_head.weight", None)
+        tensors["score.weight"] = rng.normal(0, 1, (MARKED, dim)).astype(np.float32)
+
+    (folder / "processor_config.json").write_text(json.dumps({"timestamp_segment_time": 50}))
+    return change_published(folder, change)
+
+
+def aligner_as_authors(folder: Path) -> Path:
+    """Turns a folder of the forced aligner in transformers' form into its authors', in place."""
+
+    def change(settings: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
+        """Names the head's classes and its tensor as they do."""
+        settings["architectures"] = ["Qwen3ASRForConditionalGeneration"]
+        settings |= {"timestamp_token_id": mark, "timestamp_segment_time": 50}
+        thinker = settings["thinker_config"]
+        thinker |= {"model_type": "qwen3_forced_aligner", "classify_num": len(thinker.pop("id2label"))}
+        del thinker["label2id"]
+        tensors["thinker.lm_head.weight"] = tensors.pop("thinker.score.weight")
+
+    mark = json.loads((folder / "config.json").read_text())["timestamp_token_id"]
+    (folder / "processor_config.json").unlink()
+    return change_published(as_authors(folder), change)
 
 
 def as_authors(folder: Path) -> Path:

@@ -7,6 +7,8 @@ from itertools import product
 _ALONE = "\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 """Characters of writing without spaces (kana and Han), each of which counts as a word."""
 WORD = re.compile(rf"[{_ALONE}]|[^\s{_ALONE}]+")
+TAG = re.compile(r"<(spk|ev|sty):([^<>]*)>", re.IGNORECASE)
+"""Marks in transcripts: of a speaker, whose words follow; of an event or a style, which are no words."""
 MOST_WORDS = 16
 """Words of each text that are compared: more than anybody says in the seconds that windows share."""
 APART = 2.0

@@ -11,12 +11,13 @@ from jaxthd.config import DataConfig
 from jaxthd.config.front_end import FrontEnd
 from jaxthd.data.example import NO_FIELDS, Fields, Turn
 from jaxthd.data.text.chat_template import ChatTemplate
+from jaxthd.data.text.marks import MarksTemplate
 from jaxthd.data.text.mistral import MistralTemplate, TekkenTokenizer
 from jaxthd.data.text.tokenizer import FileTokenizer, Tokenizer
 from jaxthd.errors import UserError
 
 IM_START, IM_END = "<|im_start|>", "<|im_end|>"
-TEMPLATES = ("plain", "chatml", "chat_template", "mistral")
+TEMPLATES = ("plain", "chatml", "chat_template", "mistral", "marks")
 """Values of data.template."""
 
 
@@ -27,6 +28,7 @@ class PromptTemplate:
     "chatml": each turn as <|im_start|>role, a line break, the text, end_id, a line break.
     "chat_template": the checkpoint's own (data/text/chat_template.py), with data.template_options.
     "mistral": as mistral-common writes them (data/text/mistral.py).
+    "marks": a recording, and the words of its text with marks (data/text/marks.py).
     The assistant's text and the end_id after it are supervised. end_id is one token, so that decoding can
     stop at it: in chatml <|im_end|> if the tokenizer has that token, else end-of-text. If the tokenizer has
     no token <|im_start|>, the mark is written as text. If the turns have no system turn, data.system_prompt
@@ -146,11 +148,11 @@ class PromptTemplate:
 
 def as_jinja(data: DataConfig, tokenizer: Tokenizer) -> str | None:
     """The template as a chat template in Jinja, which transformers and vLLM read; None where it is the
-    checkpoint's own.
+    checkpoint's own, or none of a chat.
 
     tokenizer: whose tokens its marks are.
     """
-    if data.template == "chat_template" or not isinstance(tokenizer, FileTokenizer):
+    if data.template in ("chat_template", "marks") or not isinstance(tokenizer, FileTokenizer):
         return None
     written = PromptTemplate(data, tokenizer)
     start, end = tokenizer.token_text(tokenizer.bos_id), tokenizer.token_text(written.end_id)
@@ -180,7 +182,9 @@ def answer_of(tokens: Sequence[int], stop_ids: Collection[int]) -> tuple[list[in
     return kept, len(kept) < len(tokens)
 
 
-def _template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | MistralTemplate | None:
+def _template_of(
+    data: DataConfig, tokenizer: Tokenizer
+) -> ChatTemplate | MistralTemplate | MarksTemplate | None:
     """The template that writes whole conversations, if data.template is one."""
     if data.template == "mistral":
         if not isinstance(tokenizer, TekkenTokenizer):
@@ -189,6 +193,8 @@ def _template_of(data: DataConfig, tokenizer: Tokenizer) -> ChatTemplate | Mistr
                 "or a folder with one: correct data.tokenizer, or choose another data.template"
             )
         return MistralTemplate(tokenizer)
+    if data.template == "marks":
+        return MarksTemplate(tokenizer)
     if data.template != "chat_template":
         return None
     if not isinstance(tokenizer, FileTokenizer):

@@ -206,6 +206,8 @@ def aligning_config(config: Config) -> Config:
     own = encoder and encoder.aligning
     if own:
         return config if own is encoder else replace(config, model=replace(config.model, encoder=own))
+    if config.model.marks.classes:
+        return config
     if encoder is None or not config.train.ctc_loss:
         raise UserError(
             f"train.ctc_loss is {config.train.ctc_loss:g}: the model was not trained to align texts with "

@@ -1,6 +1,5 @@
 """Words of a transcript, and the times that aligned labels give them."""
 
-import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -8,13 +7,10 @@ import numpy as np
 from jaxtyping import Float, Int
 
 from jaxthd.config.front_end import LabelledText
-from jaxthd.data.text.joining import WORD
+from jaxthd.data.text.joining import TAG, WORD
 from jaxthd.data.text.tokenizer import TextStream, Tokenizer
 from jaxthd.inference.alignment.pauses import between_pauses
 from jaxthd.inference.alignment.viterbi import Alignment
-
-_TAG = re.compile(r"<(spk|ev|sty):([^<>]*)>", re.IGNORECASE)
-"""Marks in transcripts: of a speaker, whose words follow; of an event or a style, which are no words."""
 
 
 class TimedWord(NamedTuple):
@@ -45,7 +41,7 @@ class WordSpan(NamedTuple):
 def word_spans(text: str) -> list[WordSpan]:
     """The words of a transcript, with the speakers that its tags name."""
     found, speaker, at = [], "", 0
-    for tag in [*_TAG.finditer(text), None]:
+    for tag in [*TAG.finditer(text), None]:
         end = len(text) if tag is None else tag.start()
         found += [WordSpan(*word.span(), speaker) for word in WORD.finditer(text, at, end)]
         if tag is not None:
