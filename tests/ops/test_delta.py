@@ -1,6 +1,8 @@
 """The gated delta rule: packed equals each document alone, token by token, on every context size; the
 inverse of unit lower triangular matrices that it takes."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -172,3 +174,15 @@ def test_the_program_of_the_inverse_calls_no_solver():
     text = jax.jit(jax.grad(lambda x: inverse_of_unit_lower(x).sum())).lower(jnp.eye(8)).as_text()
     assert "dot_general" in text
     assert "custom_call" not in text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_sum_is_over_arrays_of_seven_dims(kind):
+    """There jaxlib 0.10.2 ends with a segmentation fault on a CPU, now and then: gradients of decays of
+    features did."""
+    inputs = DeltaInputs(*(np.float32(x) for x in inputs_of(np.random.default_rng(0), kind)))
+    segments = segments_of([40, 24], CAPACITY)
+    found = jax.jit(jax.grad(lambda i: gated_delta_rule(i, segments, chunk=16)[0].sum())).lower(inputs)
+    sums = [line for line in found.as_text().splitlines() if "stablehlo.reduce(" in line]
+    shapes = re.findall(r"tensor<((?:\d+x)+)f32>", "".join(sums))
+    assert max(shape.count("x") for shape in shapes) in (5, 6)

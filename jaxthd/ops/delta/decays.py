@@ -221,9 +221,15 @@ def _sums_by_level(decay: Array) -> Iterator[tuple[Array, Array]]:
 @jax.checkpoint
 def _decayed_scores(x_SCGQK: Array, k_CGQK: Array, decay_CGhQK: Array) -> Array:
     """[S, C, G, h, Q, Q], of pairs of a token and itself or an earlier one; 0 for others."""
-    tokens, dtype = k_CGQK.shape[-2], k_CGQK.dtype
-    decay = _filled(decay_CGhQK)
-    x, k = _filled(x_SCGQK)[:, :, :, None], _filled(k_CGQK)[:, :, None]
+    tokens, dtype, heads = k_CGQK.shape[-2], k_CGQK.dtype, decay_CGhQK.shape[:3]
+
+    def merged(x: Array, first: int, *between: int) -> Array:
+        """C and G as one dim, from dim `first` on: on a CPU jaxlib 0.10.2 crashes in sums over arrays of
+        seven dims (YNNPACK's)."""
+        return _filled(x.reshape(*x.shape[:first], -1, *between, *x.shape[-2:]))
+
+    decay = merged(decay_CGhQK, 0, heads[2])
+    x, k = merged(x_SCGQK, 1, 1), merged(k_CGQK, 0, 1)
     own = (x.astype(decay.dtype) * k.astype(decay.dtype)).sum(-1)
     found = jnp.broadcast_to(own, (len(x), *decay.shape[:-1]))[..., None, None]
     rows = 1
@@ -237,7 +243,7 @@ def _decayed_scores(x_SCGQK: Array, k_CGQK: Array, decay_CGhQK: Array) -> Array:
         above = jnp.concatenate([first, jnp.zeros_like(first)], axis=-1)
         found = jnp.concatenate([above, jnp.concatenate([joining, second], axis=-1)], axis=-2)
         rows *= 2
-    return found[..., 0, :tokens, :tokens]
+    return found[..., 0, :tokens, :tokens].reshape(len(x), *heads, tokens, tokens)
 
 
 def _product(spec: str, a: Array, b: Array) -> Array:
