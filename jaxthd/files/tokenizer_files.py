@@ -14,13 +14,14 @@ FOLDER = "tokenizer"
 """Where a run keeps its tokenizer, in its workdir."""
 NAMES = ("tokenizer.json", "tekken.json")
 """Files that are a tokenizer."""
+BYTE_PAIRS, SETTINGS = ("vocab.json", "merges.txt"), "tokenizer_config.json"
+"""Files that are one together, where SETTINGS names the class Qwen2Tokenizer, and none of NAMES is there."""
 PATTERNS = ("*tokenizer*", "tekken.json", "*.jinja", "special_tokens_map.json", "generation_config.json")
 _SETTINGS = ("config.json", "chat_template.json")
 """Further files that may say which tokens are special, and how turns are written."""
 BESIDE = (
     *PATTERNS,
-    "vocab.json",
-    "merges.txt",
+    *BYTE_PAIRS,
     "*processor_config.json",
     "*.py",
     "LICENSE*",
@@ -42,8 +43,17 @@ def copy_tokenizer(tokenizer: Path, folder: Path) -> None:
 
 
 def has_tokenizer(folder: Path) -> bool:
-    """Whether the folder has a tokenizer's file."""
-    return any((folder / name).is_file() for name in NAMES)
+    """Whether the folder has a tokenizer's file, or the files of one."""
+    return any((folder / name).is_file() for name in NAMES) or has_byte_pairs(folder)
+
+
+def has_byte_pairs(folder: Path) -> bool:
+    """Whether the folder's tokenizer is that of BYTE_PAIRS."""
+    if any((folder / name).is_file() for name in NAMES):
+        return False
+    if not all((folder / name).is_file() for name in (*BYTE_PAIRS, SETTINGS)):
+        return False
+    return '"Qwen2Tokenizer' in (folder / SETTINGS).read_text(encoding="utf-8")
 
 
 def copy_files(source: Path, folder: Path, patterns: Iterable[str]) -> None:
@@ -66,7 +76,7 @@ def tokenizer_digest(tokenizer: str | Path) -> str:
     path, digest = home_path(tokenizer), hashlib.sha256()
     files = {"tokenizer.json": path}
     if path.is_dir():
-        names = (*PATTERNS, *_SETTINGS)
+        names = (*PATTERNS, *_SETTINGS, *(BYTE_PAIRS if has_byte_pairs(path) else ()))
         found = (f for f in path.iterdir() if f.is_file() and any(fnmatch(f.name, x) for x in names))
         files = {file.name: file for file in found}
     for name, file in sorted(files.items()):

@@ -3,6 +3,7 @@ import pickle
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unicodedata import normalize
 
 import pytest
 import tokenizers
@@ -19,7 +20,9 @@ from jaxthd.data.text.tokenizer import (
     needed_vocabulary,
 )
 from jaxthd.errors import UserError
+from jaxthd.files.tokenizer_files import copy_tokenizer, tokenizer_digest
 
+REFERENCES = Path(__file__).parents[1] / "references"
 TEXTS = ["", "one seven two", "  spaces\n\tand lines ", "naïve — 日本語 🎙", "\x00\x7f"]
 
 
@@ -289,3 +292,38 @@ def test_a_stream_that_ends_inside_a_character_says_so(tokenizer):
     assert stream.finish() == "\ufffd"
     broken = TextStream(tokenizer)
     assert [broken.push(i) for i in (first, *tokenizer.encode("ab"))] == ["", "\ufffda", "b"]
+
+
+def write_byte_pairs(folder: Path, reference: dict[str, Any]) -> Path:
+    (folder / "vocab.json").write_text(json.dumps(reference["vocab"]))
+    (folder / "merges.txt").write_text("\n".join(["#version: 0.2", *reference["merges"], ""]))
+    (folder / "tokenizer_config.json").write_text(json.dumps(reference["settings"]))
+    return folder
+
+
+def test_vocabulary_and_merges_are_read_as_transformers_reads_them(tmp_path):
+    """tests/references/byte_pairs.py; where there is no tokenizer.json."""
+    reference = json.loads((REFERENCES / "byte_pairs.json").read_text())
+    folder = write_byte_pairs(tmp_path, reference)
+    found = load_tokenizer(folder)
+    for text, ids in reference["encoded"]:
+        assert found.encode_marks(text) == ids
+        assert found.decode(found.encode(text)) == normalize("NFC", text)
+    assert (found.eos_id, found.encode_marks("<timestamp>")) == (297, [299])
+    first = tokenizer_digest(folder)
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    assert tokenizer_digest(folder) != first
+    copy_tokenizer(folder, tmp_path / "copy")
+    assert load_tokenizer(tmp_path / "copy").encode("one") == load_tokenizer(folder).encode("one")
+    write(folder / "tokenizer.json", "<|endoftext|>", "<|im_end|>")
+    assert load_tokenizer(folder).encode_marks("<timestamp>") != [299]
+
+
+def test_a_vocabulary_that_does_not_fit_its_added_tokens_is_refused(tmp_path):
+    reference = json.loads((REFERENCES / "byte_pairs.json").read_text())
+    del reference["settings"]["added_tokens_decoder"]["297"]
+    with pytest.raises(UserError, match=r"gives <\|im_end\|> the id 298, and with vocab.json it has 297"):
+        load_tokenizer(write_byte_pairs(tmp_path, reference))
+    (tmp_path / "merges.txt").write_text("a")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_tokenizer(tmp_path)

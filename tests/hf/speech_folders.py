@@ -220,7 +220,20 @@ def aligner_as_authors(folder: Path) -> Path:
 
     mark = json.loads((folder / "config.json").read_text())["timestamp_token_id"]
     (folder / "processor_config.json").unlink()
+    as_byte_pairs(folder)
     return change_published(as_authors(folder), change)
+
+
+def as_byte_pairs(folder: Path) -> None:
+    """Writes a folder's tokenizer as vocab.json and merges.txt, in the place of tokenizer.json."""
+    file, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    stored = json.loads(file.read_text())
+    (folder / "vocab.json").write_text(json.dumps(stored["model"]["vocab"]))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    added = {str(token.pop("id")): token for token in stored["added_tokens"]}
+    fields = json.loads(settings.read_text()) | {"tokenizer_class": "Qwen2Tokenizer"}
+    settings.write_text(json.dumps(fields | {"added_tokens_decoder": added}))
+    file.unlink()
 
 
 def as_authors(folder: Path) -> Path:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
+from jaxthd.data.text.byte_pairs import read_tokenizer
 from jaxthd.data.text.synthetic import tokenizer_file
 from jaxthd.data.text.tokenizer import ByteTokenizer
 
@@ -72,7 +73,7 @@ def read_vocabulary(name_or_path: str | Path) -> Vocabulary | None:
         path = tokenizer_file() if name_or_path == "synthetic" else Path(name_or_path)
         path = path / "tokenizer.json" if path.is_dir() else path
         try:
-            found = tokenizers.Tokenizer.from_file(str(path))
+            found = read_tokenizer(path)
         except Exception:  # the library raises bare Exception; who uses the tokenizer reports it
             return None
     added = {number: token.content for number, token in found.get_added_tokens_decoder().items()}

@@ -6,15 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-import tokenizers
-
 from jaxthd.config import Config
+from jaxthd.data.text.byte_pairs import read_tokenizer
 from jaxthd.data.text.mistral import FILE as TEKKEN
 from jaxthd.data.text.mistral import TekkenTokenizer
 from jaxthd.data.text.special_tokens import SpecialTokens, read_special_tokens
 from jaxthd.data.text.synthetic import tokenizer_file
 from jaxthd.errors import UserError
 from jaxthd.files.paths import home_path
+from jaxthd.files.tokenizer_files import has_byte_pairs
 
 
 @runtime_checkable
@@ -100,7 +100,7 @@ _AROUND = {"<so_embedding>": ("<so_start>", "<so_end>")}
 
 
 class FileTokenizer:
-    """A tokenizer.json, with its truncation and padding switched off.
+    """A tokenizer.json, or what stands for it (byte_pairs.py), with its truncation and padding switched off.
 
     special: the special tokens given by the checkpoint's other files. Those that the files do not give are
     found by their usual names. Without a padding token, pad_id is eos_id. Without an audio placeholder,
@@ -112,13 +112,15 @@ class FileTokenizer:
     def __init__(self, path: str | Path, special: SpecialTokens | None = None) -> None:
         self.path = Path(path)
         self.special = special or SpecialTokens()
-        if not self.path.is_file():
+        if not self.path.is_file() and not has_byte_pairs(self.path.parent):
             raise FileNotFoundError(
                 f'no tokenizer at {path}; expected "bytes", a tokenizer.json or a folder with one: '
                 "correct data.tokenizer"
             )
         try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(self.path))
+            self._tokenizer = read_tokenizer(self.path)
+        except UserError:
+            raise
         except Exception as error:  # the library raises bare Exception
             raise UserError(f"{path} is not a tokenizer.json that tokenizers can read: {error}") from error
         self._tokenizer.no_truncation()
