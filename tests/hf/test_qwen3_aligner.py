@@ -2,6 +2,7 @@
 forced_aligner.py), jaxthd align tells of documents that are packed, on meshes, from the folder alone."""
 
 import json
+import math
 import re
 import wave as wave_files
 from dataclasses import replace
@@ -15,18 +16,19 @@ import pytest
 import jaxthd
 from jaxthd.align import main
 from jaxthd.checkpoints.sources import published_config
-from jaxthd.config import Config, MarksConfig, MeshConfig
+from jaxthd.config import Config, MarksConfig, MeshConfig, ModelConfig
 from jaxthd.convert import export_weights, import_weights
 from jaxthd.data.text.marks import marked_words
 from jaxthd.errors import UserError
 from jaxthd.files.run_folder import flat
 from jaxthd.hf.checkpoint import model_config, open_checkpoint
 from jaxthd.hf.fields import read_object
+from jaxthd.hf.qwen3_aligner import ALIGNER_AUTHORS
 from jaxthd.inference.alignment.marks import repaired
 from jaxthd.inference.model import Model
 from jaxthd.run import startup
 from jaxthd.steps.blueprint import Blueprint
-from tests.hf.published import assert_identical, change_published, tensors, write_published
+from tests.hf.published import assert_identical, change_published, shapes_of, tensors, write_published
 from tests.hf.speech_folders import MARKED, aligner_as_authors, write_aligner
 from tests.hf.test_speech_live import run_module
 from tests.references.waves import wave
@@ -158,6 +160,21 @@ def test_settings_are_read_from_both_forms(work: Path, tmp_path: Path) -> None:
     change_published(published, lambda settings, _: settings.update(token_classification_bias=True))
     with pytest.raises(UserError, match="token_classification_bias: True"):
         model_config(published)
+
+
+def test_the_published_size_is_that_of_the_published_file() -> None:
+    """Of Qwen3-ForcedAligner-0.6B-hf, with a header of tensors' names: bfloat16."""
+    text = {"vocab_size": 152064, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28}
+    text |= {"num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 1e6}
+    audio = {"encoder_layers": 24, "encoder_attention_heads": 16, "d_model": 1024, "output_dim": 1024}
+    thinker = {"model_type": "qwen3_forced_aligner", "classify_num": 5000}
+    thinker |= {"text_config": {**text, "rms_norm_eps": 1e-6}, "audio_config": audio}
+    authors = {"model_type": "qwen3_asr", "timestamp_segment_time": 80, "thinker_config": thinker}
+    assert ALIGNER_AUTHORS.recognises(authors)
+    model = ALIGNER_AUTHORS.configure(authors, ModelConfig())
+    assert model.marks == MarksConfig(5000, 0.08, 151705)
+    numbers = sum(math.prod(shape) for shape in shapes_of(Config(model=model)).values())
+    assert 0 < 1_835_545_960 - 2 * numbers < 100_000
 
 
 def test_a_recording_that_is_longer_than_the_head_tells_is_left_out(work: Path) -> None:
