@@ -75,13 +75,18 @@ def scored(on: Commands, source: Path, mesh: tuple[int, ...], *more: str) -> lis
 
 
 def assert_scored(library: Library, folder: Path, found: dict[tuple[int, ...], list[dict[str, Any]]]) -> None:
-    """Asserts that the library has the same of every token, on each mesh."""
+    """Asserts that the library has the same of every token, on each mesh: to 2e-5, or where log-probabilities
+    are below -64 to what float32 holds of them."""
     want = library(folder, found[MESHES[0]])
     for mesh, lines in found.items():
         assert len(lines) == len(SECONDS), mesh
         for line, x in zip(lines, want, strict=True):
             expected = np.array(x["log_probs"])[np.array(line["positions"]) - 1]
-            np.testing.assert_allclose(line["log_probs"], expected, rtol=0, atol=2e-5)
+            # Of granite_speech_plus with seed 0, whose logits reach 62, the library is 2.9e-5 from its own
+            # float64, jaxthd 1.8e-5: they are 3.1e-5 apart, 4 spacings of numbers about 72.
+            spacing = float(np.spacing(np.float32(np.abs(expected).max())))
+            atol = max(2e-5, 5 * spacing)
+            np.testing.assert_allclose(line["log_probs"], expected, rtol=0, atol=atol)
 
 
 ITEMS = [(seconds, f"word number {k}", None) for k, seconds in enumerate(SECONDS)]
