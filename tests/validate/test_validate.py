@@ -225,6 +225,10 @@ CASES = [
         "mesh.tensor is 3 with model.llm.blocks.*.kv_heads 2",
     ),
     Case({"mesh.tensor": 2, "model.llm.vocab_size": 261}, "set model.llm.vocab_size to 262"),
+    Case(
+        {"model.marks.classes": 9, "model.llm.tied_embedding": True},
+        "model.marks.classes is 9 with 1 pipeline and tensor ranks and model.llm.tied_embedding True",
+    ),
     Case({"mesh.stages_per_rank": 2}, "mesh.stages_per_rank is 2 with mesh.pipeline 1"),
     Case(
         {**PIPELINE, "model.llm.pattern": "M|-|M"},
