@@ -173,8 +173,8 @@ def generate(on: Commands) -> None:
 
 
 def dpo(on: Commands) -> None:
-    """On pairs of `jaxthd preferences`."""
-    pairs, drawn = on.work / "pairs.jsonl", ("--samples", 4, "--max-new-tokens", 6, "--temperature", 2.0)
+    """On pairs of `jaxthd preferences`, of answers enough that some differ in their errors."""
+    pairs, drawn = on.work / "pairs.jsonl", ("--samples", 16, "--max-new-tokens", 12, "--temperature", 2.0)
     on.call("preferences", on.run, "--manifest", on.manifest, "--out", pairs, *drawn)
     data = ("--data.manifest", pairs, "--data.max-documents", 72)
     assert losses(on.start_from("dpo", "--train.objective", "dpo", "--train.steps", 2, *data))
