@@ -56,6 +56,8 @@ class Decoder:
     rotary: whether heads are rotated, and whether that may be a share of each.
     embedding, body, norm: names on disk: of the embedding, before those of the layers and of the final norm,
         and of that. memory: as in Family.
+    unset: fields that a new config.json has as null until the tokens are known: the library's default is one
+        of the published tokenizer's, and it cannot build a model whose vocabulary lacks that.
     """
 
     title: str
@@ -70,6 +72,7 @@ class Decoder:
     body: str = "model."
     memory: Mapping[str, str] = field(default_factory=dict)
     norm: str = "norm"
+    unset: tuple[str, ...] = ()
 
     @property
     def fixed(self) -> dict[str, Any]:
@@ -164,6 +167,7 @@ class Decoder:
         return {
             "architectures": [self.title],
             "model_type": self.model_types[0],
+            **dict.fromkeys(self.unset),
             **write_settings(llm, self.sizes),
             **self.absent_fields(llm),
             **self.block_fields(llm),
@@ -204,7 +208,7 @@ class Decoder:
 
     def meaningless_fields(self, llm: LLMConfig) -> set[str]:
         """Names of fields that say nothing about the model: where there is an original, its values stay."""
-        return self.absent_fields(llm).keys() - self.block_fields(llm).keys()
+        return {*self.unset, *(self.absent_fields(llm).keys() - self.block_fields(llm).keys())}
 
     def _fixed(self, letter: str, block: Block, of_kind: "BlockFields") -> Iterator[tuple[str, Any]]:
         """(path in LLMConfig, value that the family stands for) of a block's settings that no field holds."""

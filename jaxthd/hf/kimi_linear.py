@@ -174,6 +174,7 @@ KIMI_LINEAR = KimiLinear(
         # The library has the head by itself whatever this says.
         "tie_word_embeddings": False,
     },
+    unset=("pad_token_id",),
     sizes={
         "vocab_size": Field("vocab_size", 163840),
         "dim": Field("hidden_size", 2304),

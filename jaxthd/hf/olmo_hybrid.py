@@ -160,6 +160,7 @@ OLMO_HYBRID = OlmoHybrid(
     model_types=("olmo_hybrid",),
     layers=("D-", "*F"),
     expected={"hidden_act": "silu"},
+    unset=("pad_token_id",),
     sizes={
         **SIZES,
         "vocab_size": Field("vocab_size", 100352),

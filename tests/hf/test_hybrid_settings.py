@@ -1,5 +1,6 @@
 """Settings of Bamba, Granite 4, Falcon-H1, LFM2 and OLMo Hybrid: read, written back, refused."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -150,3 +151,16 @@ def test_what_the_library_saves_of_olmo_hybrid_is_what_its_authors_publish(tmp_p
     for number, like in enumerate((None, saved, published)):
         (out,) = export_weights(tmp_path / "imported", tmp_path / f"out-{number}", like=like)
         assert_identical(tensors(out), tensors(published))
+
+
+@pytest.mark.parametrize("name", ["kimi_linear", "olmo_hybrid"])
+def test_the_librarys_own_padding_token_is_not_left_to_a_smaller_vocabulary(name: str, tmp_path: Path) -> None:
+    """Its number is beyond the embedding, and the library refuses to make one; an original's number stays."""
+    folder = change_published(
+        write_published(name, tmp_path / "published"), lambda fields, _: fields.update(pad_token_id=3)
+    )
+    import_weights([str(folder)], tmp_path / "imported")
+    for like, want in ((None, None), (folder, 3)):
+        out = tmp_path / f"like {like is not None}"
+        export_weights(tmp_path / "imported", out, like=like)
+        assert json.loads((out / "config.json").read_text())["pad_token_id"] == want

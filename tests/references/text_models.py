@@ -402,7 +402,7 @@ def groups_and_experts(gate: Any, logits: torch.Tensor) -> torch.Tensor:
     """The margins of DeepSeek-V3's choices, among groups and among experts."""
     grouped = (logits.sigmoid() + gate.e_score_correction_bias).view(len(logits), gate.num_group, -1)
     found = []
-    if gate.num_group > 1:
+    if gate.topk_group < gate.num_group:
         best = grouped.topk(2, dim=-1).values.sum(-1)
         found.append(behind(best, gate.topk_group))
         outside = best.sort(-1, descending=True).indices[:, gate.topk_group :]
