@@ -28,6 +28,12 @@ def _heads(
     return {share: few, whole: few * draw.choice((1, 2, 3))}
 
 
+def _key_dim(draw: Draw) -> int:
+    """The dim of a delta rule's keys, which have length 1. With one feature they are 1 or -1 whatever makes
+    them, and the gradient is what an epsilon leaves of it: there the library itself is 4e-4 from float64."""
+    return max(2, draw.randint(1, 19))
+
+
 def _rope(draw: Draw, axes: bool = False) -> dict[str, Any]:
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": draw.choice((1e2, 1e3, 1e6))}
     if draw.random() < 0.3:
@@ -54,7 +60,7 @@ def qwen3_5(draw: Draw) -> dict[str, Any]:
         **_heads(draw),
         **_heads(draw, "linear_num_key_heads", "linear_num_value_heads"),
         "head_dim": 2 * draw.randint(4, 12),
-        "linear_key_head_dim": draw.randint(1, 19),
+        "linear_key_head_dim": _key_dim(draw),
         "linear_value_head_dim": draw.randint(1, 19),
         "linear_conv_kernel_dim": draw.randint(2, 4),
         "rms_norm_eps": draw.choice((1e-6, 1e-5)),
@@ -195,7 +201,7 @@ def kimi_linear(draw: Draw) -> dict[str, Any]:
         "qk_rope_head_dim": draw.randint(1, 9),
         "v_head_dim": draw.randint(2, 12),
         "linear_num_heads": draw.randint(1, 5),
-        "linear_head_dim": draw.randint(1, 19),
+        "linear_head_dim": _key_dim(draw),
         "linear_conv_kernel_dim": draw.randint(2, 4),
         "num_local_experts": groups * size,
         "n_group": groups,
@@ -221,7 +227,7 @@ def olmo_hybrid(draw: Draw) -> dict[str, Any]:
         "intermediate_size": draw.randint(5, 40),
         **heads,
         **_heads(draw, "linear_num_key_heads", "linear_num_value_heads"),
-        "linear_key_head_dim": draw.randint(1, 19),
+        "linear_key_head_dim": _key_dim(draw),
         "linear_value_head_dim": draw.randint(1, 19),
         "linear_conv_kernel_dim": draw.randint(2, 4),
         "linear_allow_neg_eigval": draw.random() < 0.7,
