@@ -154,7 +154,7 @@ def test_what_the_library_saves_of_olmo_hybrid_is_what_its_authors_publish(tmp_p
 
 
 @pytest.mark.parametrize("name", ["kimi_linear", "olmo_hybrid"])
-def test_the_librarys_own_padding_token_is_not_left_to_a_smaller_vocabulary(name: str, tmp_path: Path) -> None:
+def test_the_librarys_padding_token_is_not_left_to_a_smaller_vocabulary(name: str, tmp_path: Path) -> None:
     """Its number is beyond the embedding, and the library refuses to make one; an original's number stays."""
     folder = change_published(
         write_published(name, tmp_path / "published"), lambda fields, _: fields.update(pad_token_id=3)
