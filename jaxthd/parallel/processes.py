@@ -150,18 +150,25 @@ def process_id() -> int:
 
 
 def tell(topic: str, value: Any) -> None:
-    """Leaves a value (JSON) where all processes find it, in place of the one before. It waits for nobody."""
+    """Leaves a value (JSON) where all processes find it, in place of the one before. It waits for
+    process 0, which keeps it."""
     if global_state.client is not None:
         with suppress(jax.errors.JaxRuntimeError):  # process 0 is gone, or all end
             key = f"jaxthd-{topic}/{global_state.process_id}"
             global_state.client.key_value_set(key, json.dumps(value), allow_overwrite=True)
 
 
-def reports(topic: str) -> dict[int, Any]:
-    """The numbers that the processes have told last, by process; {} where there is one. Raises what jax
-    raises."""
+def reports(topic: str, *, of_all: bool = True) -> dict[int, Any]:
+    """What the processes have told last, by process; {} where there is one. of_all: else of process 0 alone.
+
+    It waits for process 0, which has it. Raises what jax raises.
+    """
     client = global_state.client
-    found = client.key_value_dir_get(f"jaxthd-{topic}/") if client is not None else []
+    if client is None:
+        return {}
+    if not of_all:
+        return {0: json.loads(client.key_value_try_get(f"jaxthd-{topic}/0"))}
+    found = client.key_value_dir_get(f"jaxthd-{topic}/")
     return {int(key.rpartition("/")[2]): json.loads(text) for key, text in found}
 
 

@@ -2,7 +2,8 @@
 
 A thread in each process looks every few seconds whether something was done (jaxthd.parallel.beats). Of
 several processes each tells the others, through the key-value store, how far it is and where its main thread
-stands. So a process that is stopped, or whose disk hangs, is named with the stack that it had last.
+stands. So a process that is stopped, or whose disk hangs, is named with the stack that it had last. The store
+is in process 0: while that is stopped, a second thread waits for it, and the first one names it.
 """
 
 import os
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
+from queue import SimpleQueue
 from typing import NamedTuple
 
 from jaxthd.parallel.beats import beats
@@ -27,6 +29,9 @@ STALL_SECONDS = 30.0
 SILENT_SECONDS = 12.0
 """A process that tells nothing for so long is stopped, or its machine or network is gone. Shorter than
 jaxthd.parallel.processes.HEARTBEAT_SECONDS, after which all end."""
+LAST_SECONDS = 20.0
+"""A process that is silent for so long is named even where this one is busy, as with compiling: jax ends all
+soon."""
 LATE = 0.5
 """A process that is this share of the time late is slow, where the median is less than half of that."""
 SAY_AGAIN_SECONDS = 60.0
@@ -80,15 +85,22 @@ class Watchdog(AbstractContextManager["Watchdog"]):
         self._heard: dict[int, tuple[int, float]] = {}
         self._said: dict[str, float] = {}
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
-        self._thread.start()
+        self._found: dict[int, Report] = {}
+        self._told: SimpleQueue[Report | None] = SimpleQueue()
+        targets = self._watch, self._converse
+        self._threads = [threading.Thread(target=x, name="watchdog", daemon=True) for x in targets]
+        for thread in self._threads:
+            thread.start()
 
     def __exit__(self, *_: object) -> None:
         self._end.set()
-        self._thread.join(1.0)
+        self._told.put(None)
+        for thread in self._threads:
+            thread.join(1.0)
 
     def _watch(self) -> None:
-        late, reported = 0.0, time.monotonic()
+        # The first report is due at once: a process that is stopped before it is known to nobody.
+        late, reported = 0.0, time.monotonic() - REPORT_SECONDS
         while True:
             began = time.monotonic()
             if self._end.wait(TICK_SECONDS):
@@ -124,24 +136,27 @@ class Watchdog(AbstractContextManager["Watchdog"]):
 
     def _judge(self, own: Report, now: float) -> None:
         """Says what holds the run up, if anything does."""
-        tell("watchdog", own)
+        if self._told.empty():
+            self._told.put(own)
         if own.is_stalled and not self._is_stalled:
             self._is_stalled = True
             self._say(f"{self._of(process_id())} {_standing(own)}")
-        # Process 0 alone reads what all tell; the others do where it may be the one that is stopped.
-        if is_first() or own.still > SILENT_SECONDS:
+        self._judge_others(self._found, own, now)
+
+    def _converse(self) -> None:
+        """Tells the others of this process, and hears of them."""
+        while own := self._told.get():
+            tell("watchdog", own)
+            # Process 0 alone reads what all tell; the others do where it may be the one that is behind.
+            of_all = is_first() or own.still > SILENT_SECONDS
             with suppress(Exception):  # process 0 is gone: jax ends this process, and says so
-                found = {i: Report(*report) for i, report in reports("watchdog").items()}
-                self._judge_others(found, own, now)
+                self._found = {i: Report(*report) for i, report in reports("watchdog", of_all=of_all).items()}
 
     def _judge_others(self, found: Mapping[int, Report], own: Report, now: float) -> None:
-        for process, report in found.items():
-            number, heard = self._heard.get(process, (-1, now))
-            self._heard[process] = (report.number, now if report.number != number else heard)
-            silent = now - self._heard[process][1]
-            if silent > SILENT_SECONDS and own.still > SILENT_SECONDS / 2:
-                text = f"tells nothing for {silent:.0f} s: it is stopped, or cut off; it was {report.cause}"
-                self._once(f"{self._of(process, report)} {text}, at{_stack(report)}", now)
+        for process, seconds in self._silent(found, own, now).items():
+            report = found[process]
+            text = f"tells nothing for {seconds:.0f} s: it is stopped, or cut off; it was {report.cause}"
+            self._once(f"{self._of(process, report)} {text}, at{_stack(report)}", now)
         first = min((report.beats for report in found.values()), default=0)
         stalled = all(report.is_stalled or report.beats == first for report in found.values())
         behind = [i for i, report in found.items() if report.beats == first and report.is_stalled]
@@ -154,6 +169,19 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             if report.late > LATE and usual < LATE / 2:
                 text = f"is slow: it waits {report.late:.0%} of the time for a processor; what else runs?"
                 self._once(f"{self._of(process, report)} {text}", now, key=f"slow {process}")
+
+    def _silent(self, found: Mapping[int, Report], own: Report, now: float) -> dict[int, float]:
+        """Seconds for which processes have told nothing, where these are too many."""
+        seconds = {}
+        for process, report in found.items():
+            number, heard = self._heard.get(process, (-1, now))
+            self._heard[process] = (report.number, now if report.number != number else heard)
+            silent = now - self._heard[process][1]
+            if silent > (SILENT_SECONDS if own.still > SILENT_SECONDS / 2 else LAST_SECONDS):
+                seconds[process] = silent
+        if 0 in seconds:  # nobody is heard without it
+            return {} if process_id() == 0 else {0: seconds[0]}
+        return seconds
 
     def _once(self, text: str, now: float, key: str = "") -> None:
         key = key or text[:20]

@@ -1,6 +1,7 @@
 """A run that stands still is said, with its stack; of several processes the one that holds the others up."""
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 
@@ -14,7 +15,7 @@ from jaxthd.run.watchdog import Report, Watchdog
 @pytest.fixture
 def said(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """What a watchdog says whose seconds are a hundredth."""
-    for name in ("TICK_SECONDS", "REPORT_SECONDS", "STALL_SECONDS", "SILENT_SECONDS"):
+    for name in ("TICK_SECONDS", "REPORT_SECONDS", "STALL_SECONDS", "SILENT_SECONDS", "LAST_SECONDS"):
         monkeypatch.setattr(watchdog, name, getattr(watchdog, name) / 100)
     return []
 
@@ -94,6 +95,57 @@ def test_a_process_that_tells_nothing_is_named(judge: tuple[Watchdog, list[str]]
     [text] = said
     assert "process 1 (pid 7 on here) tells nothing for 13 s" in text
     assert "disk.py:3 in write" in text
+
+
+def test_a_process_that_tells_nothing_is_named_while_this_one_compiles(judge: tuple[Watchdog, list[str]]):
+    dog, said = judge
+    for number, now in enumerate((100.0, 112.0, 118.0)):
+        dog._judge_others({0: report(9, 0, number=number), 1: report(8, 0)}, report(9, 0), now)
+    assert said == []  # it may be late, and nobody waits for it
+    dog._judge_others({0: report(9, 0, number=9), 1: report(8, 0)}, report(9, 0), 121.0)
+    [text] = said
+    assert "process 1 (pid 7 on here) tells nothing for 21 s" in text
+
+
+def test_process_0_is_named_although_nobody_is_heard_without_it(
+    judge: tuple[Watchdog, list[str]], monkeypatch: pytest.MonkeyPatch
+):
+    dog, said = judge
+    monkeypatch.setattr(watchdog, "process_id", lambda: 1)
+    for now in (100.0, 113.0):
+        dog._judge_others({0: report(8, 0), 1: report(9, 0), 2: report(9, 0)}, report(9, now - 100), now)
+    [text] = said
+    assert "process 0 (pid 7 on here) tells nothing for 13 s" in text
+
+
+def test_a_store_that_does_not_answer_holds_up_no_watchdog(said: list[str], monkeypatch: pytest.MonkeyPatch):
+    """Process 0 was stopped, the others waited for its store, and none said so."""
+    stopped, told = threading.Event(), threading.Event()
+
+    def tell(topic: str, value: Report) -> None:
+        if value.number > 1:
+            told.set()
+            stopped.wait(30)
+
+    monkeypatch.setattr(watchdog, "tell", tell)
+    monkeypatch.setattr(watchdog, "reports", lambda topic, of_all: {0: report(8, 0)})
+    monkeypatch.setattr(watchdog, "process_id", lambda: 1)
+    with Watchdog(lambda: "stepping", say=said.append):
+        assert told.wait(30)
+        text = wait_until_said(said, "tells nothing")
+        stopped.set()
+    assert "process 0 (pid 7 on here)" in text
+
+
+def test_the_first_report_does_not_wait(monkeypatch: pytest.MonkeyPatch):
+    """A process was stopped 2 s after its start, and known to nobody."""
+    told: list[str] = []
+    monkeypatch.setattr(watchdog, "tell", lambda topic, value: told.append(topic))
+    with Watchdog(lambda: "starting"):
+        end = time.monotonic() + watchdog.REPORT_SECONDS / 2
+        while not told and time.monotonic() < end:
+            time.sleep(0.01)
+        assert told == ["watchdog"]
 
 
 def test_a_slow_process_is_named_and_a_busy_machine_is_not(judge: tuple[Watchdog, list[str]]):
