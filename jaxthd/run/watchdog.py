@@ -108,8 +108,9 @@ class Watchdog(AbstractContextManager["Watchdog"]):
             now = time.monotonic()
             late += max(now - began - TICK_SECONDS, 0.0)
             self._count(now)
-            if now - reported >= REPORT_SECONDS:
-                self._judge(self._report(now, late / (now - reported)), now)
+            is_known = is_first() or self._found  # until process 0 is heard of, every tick asks for it
+            if now - reported >= REPORT_SECONDS * bool(is_known):
+                self._judge(self._report(now, late / max(now - reported, REPORT_SECONDS)), now)
                 late, reported = 0.0, now
 
     def _count(self, now: float) -> None:

@@ -148,6 +148,26 @@ def test_the_first_report_does_not_wait(monkeypatch: pytest.MonkeyPatch):
         assert told == ["watchdog"]
 
 
+def test_process_0_is_asked_for_until_it_is_known(monkeypatch: pytest.MonkeyPatch):
+    asked: list[float] = []
+    known = threading.Event()
+
+    def reports(topic: str, of_all: bool) -> dict[int, Report]:
+        asked.append(time.monotonic())
+        if len(asked) > 2:
+            known.set()
+        return {0: report(8, 0)} if len(asked) > 2 else {}
+
+    monkeypatch.setattr(watchdog, "is_first", lambda: False)
+    monkeypatch.setattr(watchdog, "REPORT_SECONDS", 60.0)
+    monkeypatch.setattr(watchdog, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(watchdog, "reports", reports)
+    with Watchdog(lambda: "starting", say=lambda text: None):
+        assert known.wait(30)
+        time.sleep(0.2)
+    assert len(asked) <= 4
+
+
 def test_a_slow_process_is_named_and_a_busy_machine_is_not(judge: tuple[Watchdog, list[str]]):
     dog, said = judge
     dog._judge_others({0: report(9, 0, 0.6), 1: report(9, 0, 0.7)}, report(9, 0), 100.0)

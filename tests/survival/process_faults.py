@@ -19,8 +19,12 @@ NAMED_SECONDS = 60.0
 """A process that is stopped is named within this time, with its stack."""
 OVER = ("_shutdown ", "_python_exit")
 """Beginnings of the evidence of a process that has done its work, and may end by any signal."""
-OUT_OF_MEMORY = ("llocat", "memory", "Memory", "RESOURCE_EXHAUSTED", "can't start new thread")
-"""Parts of what says that memory was refused."""
+OUT_OF_MEMORY = (
+    "llocat", "memory", "Memory", "RESOURCE_EXHAUSTED", "can't start new thread",
+    "error return without exception set", "failed to map segment",
+)  # fmt: skip
+"""Parts of what says that memory was refused. The last two are Python's and the loader's while modules are
+imported: of 60 imports of numpy and jax under such limits 7 and 7 at least ended so."""
 
 
 def killed(scene: Scene) -> Injected:
