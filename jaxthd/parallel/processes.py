@@ -159,9 +159,9 @@ def tell(topic: str, value: Any) -> None:
 
 
 def reports(topic: str, *, of_all: bool = True) -> dict[int, Any]:
-    """What the processes have told last, by process; {} where there is one. of_all: else of process 0 alone.
+    """Returns what the processes have told last, by process; {} where there is one.
 
-    It waits for process 0, which has it. Raises what jax raises.
+    of_all: else what process 0 alone has told. It waits for process 0, which has it. Raises what jax raises.
     """
     client = global_state.client
     if client is None:
