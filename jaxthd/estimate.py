@@ -34,6 +34,7 @@ from jaxthd.planning.compiled_grpo import Program, measure_grpo
 from jaxthd.planning.compiled_step import Measured, abstract_batch, measure
 from jaxthd.planning.fitting import first_that_fits
 from jaxthd.planning.parameters import state_bytes
+from jaxthd.planning.recurrences import describe_recurrences
 from jaxthd.planning.sizes import with_sizes
 from jaxthd.planning.verdict import Devices, chosen_devices, devices_text, gpus_of, verdict
 from jaxthd.run.startup import simulate_devices
@@ -84,19 +85,20 @@ def main(argv: list[str] | None = None) -> None:
     devices = devices_text(config)
     about = [f"\n{line.path}. Mesh (data, context, pipeline, tensor) = {config.mesh.sizes}: {devices}."]
     about += [_state(config), describe_bubble(Blueprint(config))]
-    if options.no_compile:
-        least = size_text(sum(_state_bytes(config).values()) + _batch_bytes(config))
-        print(f"Needs over {least} a device: that is state and batch (--no-compile leaves out the rest)")
-        print(*about, sep="\n\n")
-        return
     found, memory, tflops = nvidia_gpus(), options.device_memory, options.device_tflops
     cluster = Cluster(gpus=options.gpus_a_machine, network=1e9 * options.network_gb)
     gpus = gpus_of(cluster, found, memory and memory * GIB, tflops and tflops * 1e12)
+    if options.no_compile:
+        least = size_text(sum(_state_bytes(config).values()) + _batch_bytes(config))
+        print(f"Needs over {least} a device: that is state and batch (--no-compile leaves out the rest)")
+        print(*filter(None, (*about, describe_recurrences(config, gpus.cluster.bandwidth))), sep="\n\n")
+        return
     estimated = _estimated(config, gpus)
     needed, config = estimated.needed, estimated.config
     on = chosen_devices(config, needed, gpus, is_given=bool(found or memory or tflops))
     print(verdict(config, needed, None if estimated.programs else estimated.step, on))
-    print(*about, describe_step(estimated.step), sep="\n\n")
+    about += [describe_recurrences(config, gpus.cluster.bandwidth), describe_step(estimated.step)]
+    print(*filter(None, about), sep="\n\n")
     if config.mesh.devices > options.gpus_a_machine:
         print(f"\n{describe_cluster(config, gpus.cluster, estimated.step)}")
     if estimated.programs:

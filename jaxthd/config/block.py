@@ -147,6 +147,12 @@ class Block:
         """Its state-space scan on one of so many tensor ranks, if it has any."""
         return None
 
+    def recurrence(self, tensor: int, tokens: int, dtype: Any) -> tuple[Any, Any] | None:
+        """A function of segments and inputs that computes its recurrence over `tokens` as XLA's code, and the
+        inputs' shapes on one of so many tensor ranks, to count what it costs on a GPU; None: it has none, or
+        kernels of its own."""
+        return None
+
     def tensors(self) -> Mapping[str, Any]:
         """The usual names of its module's tensors in checkpoints, which families may have otherwise. {}: no
         family has it. A Table of jaxthd/files/tensor_names.py."""

@@ -31,6 +31,21 @@ PEAK_FLOPS = {
 }
 """Most bfloat16 operations a second of dense matrix products, by words of the device's name, the more exact
 names first. From NVIDIA's data sheets, without sparsity."""
+MEMORY_BANDWIDTH = {
+    "GB200": 8e12,
+    "B200": 8e12,
+    "H200": 4.8e12,
+    "GH200": 4e12,
+    "H100 PCIe": 2e12,
+    "H100 NVL": 3.9e12,
+    "H100": 3.35e12,
+    "A100": 2e12,
+    "L40S": 864e9,
+    "L4": 300e9,
+    "A10G": 600e9,
+    "A10": 600e9,
+}
+"""Most bytes a second of a device's memory, as PEAK_FLOPS. Of an A100 with 80 GB, a GH200 with 96 GB."""
 SMI_SECONDS = 20.0
 """Seconds that nvidia-smi may take: it wakes GPUs that sleep."""
 _DRIVER = Path("/proc/driver/nvidia/version")
@@ -59,11 +74,17 @@ def this_machine() -> Machine:
 
 def peak_flops(kind: str) -> float | None:
     """Most bfloat16 operations a second of a device, by jax's name of it; None where that is unknown."""
+    return _of_device(PEAK_FLOPS, kind)
+
+
+def memory_bandwidth(kind: str) -> float | None:
+    """Bytes a second of a device's memory, by jax's name of it; None where that is unknown."""
+    return _of_device(MEMORY_BANDWIDTH, kind)
+
+
+def _of_device(table: dict[str, float], kind: str) -> float | None:
     words = kind.replace("-", " ").split()
-    for name, flops in PEAK_FLOPS.items():
-        if set(name.split()) <= set(words):
-            return flops
-    return None
+    return next((x for name, x in table.items() if set(name.split()) <= set(words)), None)
 
 
 def installed(distribution: str) -> str | None:

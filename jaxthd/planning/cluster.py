@@ -22,6 +22,7 @@ from jaxthd.planning.layouts import compare_layouts
 from jaxthd.planning.lengths import Lengths
 from jaxthd.planning.model_flops import model_flops
 from jaxthd.planning.parameters import state_bytes
+from jaxthd.planning.recurrences import passes, recurrences
 from jaxthd.planning.search import flops_per_slot
 from jaxthd.steps.blueprint import Blueprint
 from jaxthd.terminal.tables import aligned, size_text
@@ -34,14 +35,15 @@ class Cluster:
     """Speeds of machines. Bandwidths are bytes a second into one GPU, or to storage from one machine.
 
     flops: a second, of a GPU, at its peak. reached: the share of it that a step reaches. memory: bytes of a
-    GPU that a run may use. audio_rate: seconds of audio that a worker process makes features of in a second,
-    on a core of its own. cores: of a machine, for such workers.
+    GPU that a run may use. bandwidth: of that memory, bytes a second. audio_rate: seconds of audio that a
+    worker process makes features of in a second, on a core of its own. cores: of a machine, for such workers.
     """
 
     gpus: int = 8
     memory: float = 78.0 * GIB
     flops: float = 989e12
     reached: float = 0.4
+    bandwidth: float = 3.35e12
     nvlink: float = 450e9
     network: float = 50e9
     storage: float = 2e9
@@ -78,6 +80,10 @@ class ClusterCost(NamedTuple):
     limits: list[Limit]
 
 
+WORK = ("computing", "recurrences", "bubble", "imbalance")
+"""Parts of ClusterCost.seconds that a device works, or waits for others that do."""
+
+
 def exchanges(received: ByAxes, mesh: MeshConfig, cluster: Cluster) -> list[Exchange]:
     """The bytes that a device receives in a step, by link.
 
@@ -108,16 +114,18 @@ def cluster_cost(config: Config, cluster: Cluster, step: Measured) -> ClusterCos
     mesh, data = config.mesh, config.data
     found = exchanges(step.received, mesh, cluster)
     computing = step_flops(config) / (mesh.devices * cluster.flops * cluster.reached)
+    recurring = sum(x.moved for x in recurrences(config)) / cluster.bandwidth
     bubble = Blueprint(config).schedule.bubble
     imbalance = step_imbalance(config)
     seconds = {
         "computing": computing,
-        "bubble": computing * bubble / (1 - bubble),
-        "imbalance": computing * (imbalance - 1),
+        "recurrences": recurring,
+        "bubble": (computing + recurring) * bubble / (1 - bubble),
+        "imbalance": (computing + recurring) * (imbalance - 1),
         "NVLink": sum(x.nvlink for x in found) / cluster.nvlink,
         "network": sum(x.network for x in found) / cluster.network,
     }
-    work = seconds["computing"] + seconds["bubble"] + seconds["imbalance"]
+    work = sum(seconds[name] for name in WORK)
     memory = step.state + step.temporary
     one = state_bytes(replace(config, mesh=MeshConfig()))
     checkpoint = sum(one.values()) - one["gradients"]
@@ -172,7 +180,7 @@ def step_flops(config: Config) -> float:
     seconds = _seconds_of_buffer(config)
     row = RowReport(0, 0, data.capacity, data.capacity // 5, data.capacity, seconds, 1.0, 0)
     flops = model_flops(config)(BatchReport((row,) * rows, ((),) * rows))
-    return flops * (4 / 3 if config.compute.remat in ("auto", "layers", "full") else 1)
+    return flops * passes(config)
 
 
 def text_like(capacity: int, count: int = 4000) -> Lengths:

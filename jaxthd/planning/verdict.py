@@ -1,5 +1,6 @@
 """Whether a step fits the devices that it is meant for, and how long it takes there, in one line."""
 
+import math
 import os
 import time
 from collections.abc import Sequence
@@ -9,8 +10,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxthd.config import Config
-from jaxthd.kernels.machine import GPU, host_memory, peak_flops
-from jaxthd.planning.cluster import Cluster, ClusterCost, cluster_cost, step_flops
+from jaxthd.kernels.machine import GPU, host_memory, memory_bandwidth, peak_flops
+from jaxthd.planning.cluster import WORK, Cluster, ClusterCost, cluster_cost, step_flops
 from jaxthd.planning.compiled_step import Measured
 from jaxthd.terminal.tables import size_text
 
@@ -47,8 +48,9 @@ def gpus_of(
     if found:
         share = float(os.environ.get("XLA_PYTHON_CLIENT_MEM_FRACTION") or JAX_SHARE)
         name = f"this machine's {len(found)} x {found[0].name}, of which jax takes {share:.0%}"
-        cluster = replace(cluster, memory=share * min(gpu.memory for gpu in found))
-        peak = peak_flops(found[0].name) or 0.0
+        kind, room = found[0].name, share * min(gpu.memory for gpu in found)
+        bandwidth = memory_bandwidth(kind) or cluster.bandwidth
+        cluster, peak = replace(cluster, memory=room, bandwidth=bandwidth), peak_flops(kind) or 0.0
     if memory or flops:
         name, peak = "a device as given", flops or peak
     return Devices(
@@ -61,7 +63,8 @@ def gpus_of(
 def this_cpu(config: Config) -> Devices:
     """The CPU devices that the config's mesh would have here. Their rate is measured: it takes a second."""
     devices = config.mesh.devices
-    cluster = Cluster(memory=host_memory() / devices, flops=product_rate() / devices, reached=CPU_REACHED)
+    sizes = {"memory": host_memory() / devices, "flops": product_rate() / devices}
+    cluster = Cluster(**sizes, reached=CPU_REACHED, bandwidth=math.inf)  # what it reaches counts recurrences
     return Devices("this machine", cluster, is_cpu=True)
 
 
@@ -115,7 +118,8 @@ def step_time(config: Config, step: Measured, devices: Devices) -> str:
         return "no time is predicted: the peak of this GPU is not known (--device-tflops gives it)"
     if not devices.is_cpu and config.compute.dtype != "bfloat16":
         return f"no time is predicted: GPUs' rates are those of bfloat16, and this is {config.compute.dtype}"
-    seconds, bound = _seconds(cluster_cost(config, cluster, step), devices)
+    cost = cluster_cost(config, cluster, step)
+    seconds, bound = _seconds(cost, devices)
     if devices.is_cpu:
         rate = f"{config.mesh.devices * cluster.flops / 1e12:.2g} TFLOP/s of a matrix product, measured now"
     else:
@@ -123,12 +127,14 @@ def step_time(config: Config, step: Measured, devices: Devices) -> str:
     flops = step_flops(config) / 1e12
     work = f"{flops:,.0f}" if flops >= 100 else f"{flops:.3g}"
     work += f" TFLOP at {cluster.reached:.0%} of {rate}"
+    if recurring := cost.seconds["recurrences"]:
+        work += f", and {seconds_text(recurring)} or more of recurrences without a kernel"
     return f"{seconds_text(seconds)} a step, predicted: {work}{bound}"
 
 
 def _seconds(cost: ClusterCost, devices: Devices) -> tuple[float, str]:
     """(seconds of a step in which the slowest part hides the others, words where that is a link)."""
-    work = sum(cost.seconds[name] for name in ("computing", "bubble", "imbalance"))
+    work = sum(cost.seconds[name] for name in WORK)
     if devices.is_cpu:
         return work, ""
     slowest, link = max((cost.seconds["NVLink"], "NVLink"), (cost.seconds["network"], "the network"))

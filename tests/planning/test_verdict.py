@@ -6,11 +6,20 @@ from dataclasses import replace
 import pytest
 
 from jaxthd.config import ComputeConfig, MeshConfig
-from jaxthd.kernels.machine import GPU, host_memory
+from jaxthd.kernels.machine import GPU, MEMORY_BANDWIDTH, PEAK_FLOPS, host_memory, memory_bandwidth
 from jaxthd.planning import verdict as module
 from jaxthd.planning.cluster import GIB, Cluster, exchanges, step_flops
-from jaxthd.planning.verdict import Devices, chosen_devices, gpus_of, product_rate, seconds_text, verdict
-from tests.planning.test_cluster import SMALL, STEP
+from jaxthd.planning.recurrences import recurrences
+from jaxthd.planning.verdict import (
+    Devices,
+    chosen_devices,
+    gpus_of,
+    product_rate,
+    seconds_text,
+    this_cpu,
+    verdict,
+)
+from tests.planning.test_cluster import SMALL, STEP, delta_config
 
 BF16 = replace(SMALL, compute=ComputeConfig(dtype="bfloat16"))
 H100 = GPU("NVIDIA H100 80GB HBM3", 80 * GIB, 79 * GIB, "580.159")
@@ -45,6 +54,23 @@ def test_the_time_is_that_of_the_products_at_the_rate_that_is_said():
     text = verdict(config, GIB, STEP._replace(received={}), Devices("mine", cluster))
     assert seconds_in(text) == pytest.approx(step_flops(config) / (1e12 * 0.25), rel=0.05)
     assert text.endswith(" TFLOP at 25% of 1 TFLOP/s a device")
+
+
+def test_recurrences_without_a_kernel_are_told_and_counted_on_gpus_alone():
+    config = delta_config(remat="none")
+    slow = replace(Cluster(), bandwidth=1e6)
+    text = verdict(config, GIB, STEP._replace(received={}), Devices("mine", slow))
+    moved = sum(x.moved for x in recurrences(config))
+    assert text.endswith(f", and {seconds_text(moved / 1e6)} or more of recurrences without a kernel")
+    assert seconds_in(text) >= 0.99 * moved / 1e6
+    here = verdict(config, GIB, STEP._replace(received={}), this_cpu(config))
+    assert "without a kernel" not in here
+
+
+@pytest.mark.parametrize(("kind", "tera"), [("NVIDIA H200", 4.8), ("NVIDIA H100 PCIe", 2.0), ("cpu", None)])
+def test_memory_bandwidths_are_known_by_the_devices_name(kind: str, tera: float | None):
+    assert memory_bandwidth(kind) == (tera and tera * 1e12)
+    assert MEMORY_BANDWIDTH.keys() <= PEAK_FLOPS.keys()
 
 
 def test_a_slow_link_bounds_the_step():

@@ -96,6 +96,11 @@ class GatedDelta(Block):
         channels = heads * self.value_dim + 2 * groups * self.key_dim
         return PassedSizes(state, (self.conv - 1) * channels * activation)
 
+    def recurrence(self, tensor: int, tokens: int, dtype: Any) -> tuple[Any, Any]:
+        heads = self.value_heads // tensor
+        sizes = max(self.key_heads // tensor, 1), heads, self.key_dim, self.value_dim
+        return delta_rule, rule_shapes(tokens, dtype, *sizes, decays=(heads,))
+
     def tensors(self) -> Table:
         return {
             "in_proj_qkvz.weight": matrix("q.w", "k.w", "v.w", "z.w", groups=self.key_heads),
@@ -223,6 +228,21 @@ class DeltaMixer(nnx.Module):
 
     def _gate(self, x_ND: Array, dtype: Any) -> Array:
         return jax.nn.silu(self.z(x_ND).astype(dtype))
+
+
+def delta_rule(segments: Segments, inputs: DeltaInputs) -> Array:
+    """The rule's outputs, in chunks as a GPU has them."""
+    return outputs_and_states(inputs, segments, jnp.zeros(0, jnp.int32), chunk=LONGEST_CHUNK)[0]
+
+
+def rule_shapes(
+    tokens: int, dtype: Any, groups: int, heads: int, key_dim: int, value_dim: int, decays: tuple[int, ...]
+) -> DeltaInputs:
+    """Shapes of the rule's inputs. decays: of a token."""
+    acc = jnp.promote_types(dtype, jnp.float32)
+    keys, values = (groups, key_dim), (heads, value_dim)
+    of = ((keys, dtype), (keys, dtype), (values, dtype), (decays, acc), ((heads,), acc))
+    return DeltaInputs(*(jax.ShapeDtypeStruct((tokens, *shape), kind) for shape, kind in of))
 
 
 def taps(count: int, sizes: Iterable[tuple[int, ShardedDim | None]], init: Init) -> list[nnx.Param]:

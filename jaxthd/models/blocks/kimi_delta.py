@@ -17,7 +17,7 @@ from jaxthd.config.block import Block, PassedSizes, register_block
 from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Arrays, Table, matrix
 from jaxthd.models.blocks.contract import residual_std, step_bias
-from jaxthd.models.blocks.delta import LONGEST_CHUNK, DeltaMixer, taps
+from jaxthd.models.blocks.delta import LONGEST_CHUNK, DeltaMixer, delta_rule, rule_shapes, taps
 from jaxthd.models.layers import Linear, RMSNorm
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.parallel.params import Init, over_tensor
@@ -64,6 +64,10 @@ class KimiDelta(Block):
         inner = self.inner // tensor
         state = inner * 2 * self.head_dim * max(activation, 4)
         return PassedSizes(state, (self.conv - 1) * 3 * inner * activation)
+
+    def recurrence(self, tensor: int, tokens: int, dtype: Any) -> tuple[Any, Any]:
+        heads, dim = self.heads // tensor, self.head_dim
+        return delta_rule, rule_shapes(tokens, dtype, heads, heads, dim, dim, decays=(heads, dim))
 
     def tensors(self) -> Table:
         return {
