@@ -4,7 +4,7 @@ XLA gives each product of matrices to a library: its operands are read from memo
 there. In the chunks of a recurrence the matrices are small, and that traffic takes longer than their
 operations: of 64 tokens in float32, 11 operations a byte, where an H100 does 20. So the bytes of the products
 over the memory's bandwidth bound the time from below; what lies between products takes more. For 8,192 tokens
-and 32 heads of 128 in bfloat16, both passes, the bound is 11.0 GB of the delta rule and 12.8 GB of Kimi's; the
+and 32 heads of 128 in bfloat16, both passes, the bound is 11.0 GB of the delta rule, and 12.8 GB of Kimi's; a
 program for an H100 (jax 0.12, compiled without one) moves 24.3 and 44.4 GB.
 """
 
