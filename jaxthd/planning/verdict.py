@@ -63,8 +63,12 @@ def gpus_of(
 def this_cpu(config: Config) -> Devices:
     """The CPU devices that the config's mesh would have here. Their rate is measured: it takes a second."""
     devices = config.mesh.devices
-    sizes = {"memory": host_memory() / devices, "flops": product_rate() / devices}
-    cluster = Cluster(**sizes, reached=CPU_REACHED, bandwidth=math.inf)  # what it reaches counts recurrences
+    cluster = Cluster(
+        memory=host_memory() / devices,
+        flops=product_rate() / devices,
+        reached=CPU_REACHED,
+        bandwidth=math.inf,  # what it reaches counts recurrences
+    )
     return Devices("this machine", cluster, is_cpu=True)
 
 

@@ -242,7 +242,8 @@ def rule_shapes(
     acc = jnp.promote_types(dtype, jnp.float32)
     keys, values = (groups, key_dim), (heads, value_dim)
     of = ((keys, dtype), (keys, dtype), (values, dtype), (decays, acc), ((heads,), acc))
-    return DeltaInputs(*(jax.ShapeDtypeStruct((tokens, *shape), kind) for shape, kind in of))
+    shapes: list[Any] = [jax.ShapeDtypeStruct((tokens, *shape), kind) for shape, kind in of]
+    return DeltaInputs(*shapes)
 
 
 def taps(count: int, sizes: Iterable[tuple[int, ShardedDim | None]], init: Init) -> list[nnx.Param]:
