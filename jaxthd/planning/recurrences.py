@@ -1,4 +1,4 @@
-"""What recurrences cost on a GPU that has no kernel for them, from their traced code.
+"""Costs of recurrences on a GPU that has no kernel for them, from their traced code.
 
 XLA gives each product of matrices to a library: its operands are read from memory, and its result is written
 there. In the chunks of a recurrence the matrices are small, and that traffic takes longer than their
