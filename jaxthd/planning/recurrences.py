@@ -35,7 +35,7 @@ class Recurrence(NamedTuple):
 
 
 def recurrences(config: Config) -> list[Recurrence]:
-    """Those of the decoder that no kernel computes on a GPU, by kind of block."""
+    """The decoder's recurrences that no kernel computes on a GPU, by kind of block."""
     data, mesh, llm = config.data, config.mesh, config.model.llm
     tokens = data.rows * data.capacity / (mesh.data * mesh.context) * passes(config)
     found = []
