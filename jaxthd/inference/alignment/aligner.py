@@ -2,7 +2,7 @@
 its front end's own head."""
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -69,6 +69,20 @@ class _Evidence(NamedTuple):
     at: Int[np.ndarray, " F"]
 
 
+def each_document(
+    step: Callable[..., Any], weights: Weights, batches: Loader, mesh: Mesh, layout: ContextLayout
+) -> Iterator[tuple[str, Int[np.ndarray, " tokens"], Any]]:
+    """Yields (key, slots of its tokens in order, its row of the step's result) of all documents, in packed
+    order. step: (params, buffers, batch) -> a tuple of arrays by row, with segment_ids and splits."""
+    for batch, report in batches:
+        found = jax.tree.map(np.asarray, step(weights.params, weights.buffers, put_batch(batch, mesh)))
+        for number, keys in enumerate(batches.keys(report)):
+            row = jax.tree.map(operator.itemgetter(number), found)
+            documents = layout.document_slots(row.segment_ids, None, row.splits)
+            for key, slots in zip(keys, documents, strict=True):
+                yield key, slots, row
+
+
 class Aligner:
     """Aligns the documents of packed batches; compiled once.
 
@@ -102,15 +116,10 @@ class Aligner:
 
         All processes call it, and get the same.
         """
-        for batch, report in batches:
-            on_mesh = put_batch(batch, self._mesh)
-            found = jax.tree.map(np.asarray, self._step(weights.params, weights.buffers, on_mesh))
-            for row, keys in enumerate(batches.keys(report)):
-                of_row = jax.tree.map(operator.itemgetter(row), found)
-                layout = ContextLayout.of(self.config)
-                documents = layout.document_slots(of_row.segment_ids, None, of_row.splits)
-                for key, slots in zip(keys, documents, strict=True):
-                    yield self._aligned(key, slots, of_row)
+        for document in each_document(
+            self._step, weights, batches, self._mesh, ContextLayout.of(self.config)
+        ):
+            yield self._aligned(*document)
 
     def _aligned(self, key: str, slots: Int[np.ndarray, " tokens"], row: _Scored) -> AlignedDocument:
         """A document of a row. slots: of its tokens, in order."""

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -22,12 +21,11 @@ from jaxthd.data.loader import Loader
 from jaxthd.data.text.marks import Marks
 from jaxthd.data.text.tokenizer import Tokenizer
 from jaxthd.errors import UserError
-from jaxthd.inference.alignment.aligner import AlignedDocument
+from jaxthd.inference.alignment.aligner import AlignedDocument, each_document
 from jaxthd.inference.alignment.words import TimedWord
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.layout import ContextLayout
-from jaxthd.parallel.mesh import put_batch
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.scoring import make_scoring_step
 
@@ -85,15 +83,10 @@ class MarkAligner:
 
         All processes call it, and get the same.
         """
-        layout = ContextLayout.of(self.config)
-        for batch, report in batches:
-            on_mesh = put_batch(batch, self._mesh)
-            found = jax.tree.map(np.asarray, self._step(weights.params, weights.buffers, on_mesh))
-            for number, keys in enumerate(batches.keys(report)):
-                row = _Told(*(None if x is None else x[number] for x in found))
-                documents = layout.document_slots(row.segment_ids, None, row.splits)
-                for key, slots in zip(keys, documents, strict=True):
-                    yield self._aligned(key, slots, row)
+        for document in each_document(
+            self._step, weights, batches, self._mesh, ContextLayout.of(self.config)
+        ):
+            yield self._aligned(*document)
 
     def _aligned(self, key: str, slots: Int[np.ndarray, " tokens"], row: _Told) -> AlignedDocument:
         """A document of a row. slots: of its tokens, in order."""
