@@ -7,7 +7,7 @@ model.score([("a.wav", "turn on the light")])
 """
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
@@ -205,7 +205,7 @@ class Model:
         Raises UserError where two documents have the same key, and where one cannot be used, or does not fit
         the config's buffers.
         """
-        made, number = self._numbered(documents, self._make_document)
+        made, number = self._numbered(documents, lambda: self._make_document)
         has_answers = any(document.answers for document in made)
         check_scored(has_answers, every_token)
         scorer = self.scorer(top_k=top_k, every_token=every_token)
@@ -223,16 +223,18 @@ class Model:
         CTC.
         """
         aligner = self.aligner
-        made, number = self._numbered(documents, self._make_aligned)
+        made, number = self._numbered(documents, lambda: self._make_aligned)
         with self._packed(made, aligner.config) as batches:
             return sorted(aligner(self.weights, batches), key=lambda x: number[x.key])
 
     def _numbered(
-        self, given: Sequence[tuple[Recording, str] | Example | Document], make: SpeechDocuments
+        self,
+        given: Sequence[tuple[Recording, str] | Example | Document],
+        maker: Callable[[], SpeechDocuments],
     ) -> tuple[list[Document], dict[str, int]]:
         """(The documents, the number of each by its key). Raises UserError where two have the same key, and
         as `_documents`."""
-        made = self._documents(given, make)
+        made = self._documents(given, maker)
         number = {document.key: n for n, document in enumerate(made)}
         if len(number) < len(made):
             raise UserError(
@@ -268,16 +270,21 @@ class Model:
         return SpeechDocuments(self.aligner.config, self.tokenizer, train=False, labels=True)
 
     def _documents(
-        self, given: Sequence[tuple[Recording, str] | Example | Document], make: SpeechDocuments
+        self,
+        given: Sequence[tuple[Recording, str] | Example | Document],
+        maker: Callable[[], SpeechDocuments],
     ) -> list[Document]:
-        """The documents, made where they are not yet. Raises UserError for one that cannot be used."""
+        """The documents, made where they are not yet. Raises UserError for one that cannot be used.
+
+        maker: gives what makes them. It is asked only where one has to be made.
+        """
         made: list[Document] = []
         for number, each in enumerate(given, 1):
             if isinstance(each, tuple):
                 recording, text = each
                 asked = self._question(number, recording, None)
                 each = Example(asked.key, (*asked.turns, Turn("assistant", (text,))))
-            document = each if isinstance(each, Document) else make(each)
+            document = each if isinstance(each, Document) else maker()(each)
             if isinstance(document, Skipped):
                 _refuse(*document)
             made.append(document)
