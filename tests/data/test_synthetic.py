@@ -13,7 +13,14 @@ from jaxthd.data.sources.registry import open_source
 from jaxthd.data.sources.source import Containers, SourceSetting
 from jaxthd.data.sources.synthetic import synthetic_manifests
 from jaxthd.data.text.synthetic import ENGLISH, GERMAN, NAMES, SPANISH, Words
-from jaxthd.data.text.synthetic_tasks import conversed, held_out, interrupted, questioned, telephoned
+from jaxthd.data.text.synthetic_tasks import (
+    conversed,
+    dictated,
+    held_out,
+    interrupted,
+    questioned,
+    telephoned,
+)
 from jaxthd.errors import UserError
 from jaxthd.models.front_ends.log_mel import log_mel
 from jaxthd.rl.rewards.values import equals
@@ -309,3 +316,35 @@ def test_speakers_of_a_recording_differ_and_pauses_are_heard(tmp_path):
                     assert line["duration"] > interrupted(rng, "train").pauses[0] + 0.5
                 elif " [S" in line["text"]:
                     assert silence > 0.14 * 16_000
+
+
+def test_dictations_are_texts_in_a_row_that_begin_and_end_anywhere():
+    rng, counts, longest, inside = np.random.default_rng(0), set(), 0, 0
+    verbs = {verb.split()[0] for verb in ENGLISH.verbs}
+    for n in range(300):
+        spoken = dictated(rng, SPLITS[n % 2])
+        texts = [text for _, text in spoken.parts]
+        assert spoken.fields["text"] == " ".join(texts)
+        assert held_out(spoken.fields["text"]) == bool(n % 2)
+        counts.add(len(texts))
+        longest = max(longest, *(len(text.split()) for text in texts))
+        inside += " the " in f" {texts[0]} " and texts[0].split()[0] not in verbs
+        inside += texts[-1].split()[-1] == "the"
+    assert counts >= set(range(1, 8))
+    assert longest >= 8
+    assert inside > 10
+
+
+def test_dictations_of_all_paces_are_up_to_12_seconds_of_one_voice_with_short_pauses(tmp_path):
+    lengths = []
+    for path in synthetic_manifests(30, 10, cache_dir=tmp_path, kind="dictated"):
+        examples, skipped = read_manifest(path)
+        assert not skipped
+        for line, example in zip(path.read_text().splitlines(), examples, strict=True):
+            assert len(json.loads(line)["voice"].split()) == 1
+            (clip,) = example.clips
+            samples = load_audio(clip.path, clip.offset, clip.duration)
+            lengths.append(len(samples) / 16_000)
+            assert np.diff(np.flatnonzero(np.abs(samples) > 1e-3)).max() < 0.8 * 16_000
+    assert max(lengths) < 15
+    assert np.ptp(lengths) > 8

@@ -30,9 +30,11 @@ from jaxthd.data.sources.manifest import ManifestSource
 from jaxthd.data.sources.source import SourceSetting
 from jaxthd.data.text.synthetic import GERMAN, SPANISH
 from jaxthd.data.text.synthetic_tasks import (
+    PACE,
     Task,
     added,
     conversed,
+    dictated,
     interrupted,
     questioned,
     telephoned,
@@ -95,6 +97,7 @@ SETS = {
     "telephone-lists": SyntheticSet(6000, 500, partial(telephoned, listed=True), draws="telephone"),
     "speakers": SyntheticSet(4000, 500, conversed),
     "pauses": SyntheticSet(2000, 500, interrupted),
+    "dictated": SyntheticSet(4000, 500, dictated),
 }
 """The synthetic data sets: that of the setting "synthetic", and those of "synthetic:NAME"."""
 
@@ -185,7 +188,8 @@ def _utterance(folder: Path, name: str, split: str, seed: int, kind: str, say: S
     draws = kind if SETS[kind].draws is None else SETS[kind].draws
     rng = document_rng(seed, 0, "/".join([*([draws] if draws else []), split, name]))
     spoken = SETS[kind].task(rng, split)
-    voices = _voices(rng, split, SETS[kind].accents, 1 + max(speaker for speaker, _ in spoken.parts))
+    speakers = 1 + max(speaker for speaker, _ in spoken.parts)
+    voices = _voices(rng, split, SETS[kind].accents, speakers, spoken.pace)
     pieces: list[Float32[np.ndarray, " samples"]] = []
     for speaker, text in spoken.parts:
         if pieces:
@@ -210,14 +214,16 @@ class _Voice(NamedTuple):
     pitch: int
 
 
-def _voices(rng: np.random.Generator, split: str, accents: tuple[str, ...], count: int) -> list[_Voice]:
-    """So many voices, of which no two have the same variant."""
+def _voices(
+    rng: np.random.Generator, split: str, accents: tuple[str, ...], count: int, pace: tuple[int, int] = PACE
+) -> list[_Voice]:
+    """So many voices, of which no two have the same variant. pace: words a minute, at least and below."""
     voices: list[_Voice] = []
     used: set[str] = set()
     while len(voices) < count:
         accent, variant = str(rng.choice(accents)), str(rng.choice(_VARIANTS[split]))
         if variant not in used:
-            rate, pitch = int(rng.integers(120, 200)), int(rng.integers(30, 70))
+            rate, pitch = int(rng.integers(*pace)), int(rng.integers(30, 70))
             voices.append(_Voice(f"{accent}+{variant}", rate, pitch))
             used.add(variant)
     return voices

@@ -21,20 +21,29 @@ from jaxthd.data.text.synthetic import (
     draw_text,
 )
 
+PACE = 120, 200
+"""Words a minute, at least and below."""
+
 
 class Spoken(NamedTuple):
     """parts: (number of the speaker, text), said one after the other. fields: of the manifest's line.
 
     pauses: seconds between two parts, at least and at most. noisy: whether there is noise behind it all.
+    pace: as PACE.
     """
 
     parts: list[tuple[int, str]]
     fields: dict[str, Any]
     pauses: tuple[float, float] = (0.15, 0.4)
     noisy: bool = False
+    pace: tuple[int, int] = PACE
 
 
 Task = Callable[[np.random.Generator, str], Spoken]
+DICTATED = 12.0
+"""Seconds of the longest dictation, about."""
+_TEXT, _WORD = 46, 33
+"""A text of n words takes about (_TEXT + _WORD * n) / pace seconds, as espeak-ng says it."""
 
 
 def transcribed(rng: np.random.Generator, split: str, words: Words = ENGLISH, language: str = "") -> Spoken:
@@ -124,6 +133,27 @@ def interrupted(rng: np.random.Generator, split: str) -> Spoken:
     cuts = sorted(rng.choice(np.arange(1, len(words)), pauses, replace=False))
     parts = [" ".join(each) for each in np.split(words, cuts)]
     return Spoken([(0, part) for part in parts], {"text": " ".join(words)}, pauses=(0.3, 1.5), noisy=True)
+
+
+def dictated(rng: np.random.Generator, split: str) -> Spoken:
+    """Up to about 12 s of a dictation, at any pace: texts in a row, the first from some word on, the last to
+    some word; the transcript."""
+    pace, pauses = int(rng.integers(*PACE)), (0.05, 0.6)
+    parts: list[list[str]] = []
+
+    def text() -> str:
+        parts.clear()
+        left, first = pace * rng.uniform(0.5, DICTATED), draw_text(rng).split()
+        each = first[rng.integers(len(first)) :]
+        while not parts or left >= _TEXT + _WORD:
+            parts.append(each[: max(int((left - _TEXT) / _WORD), 1)])
+            left -= _TEXT + _WORD * len(parts[-1]) + pace * pauses[1]
+            each = draw_text(rng).split()
+        return " ".join(word for part in parts for word in part)
+
+    said = _of_split(text, split)
+    spoken = [(0, " ".join(part)) for part in parts]
+    return Spoken(spoken, {"text": said}, pauses=pauses, pace=(pace, pace + 1))
 
 
 def _command(rng: np.random.Generator) -> str:
