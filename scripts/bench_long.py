@@ -82,7 +82,7 @@ def write_long(path: Path, examples: Sequence[Example], minutes: float, pauses: 
             samples = load_audio(clip.path, clip.offset, clip.duration)
             loud = np.flatnonzero(np.abs(samples) > 0.01 * (peak := np.abs(samples).max()))
             file.write(samples[loud[0] : loud[-1] + 1] * (0.5 / peak))
-            file.write(np.zeros(round(rng.uniform(*pauses) * SAMPLE_RATE)))
+            file.write(np.zeros(round(rng.uniform(pauses[0], pauses[1]) * SAMPLE_RATE)))
             said.append(number)
             if file.tell() >= 60 * minutes * SAMPLE_RATE:
                 break
