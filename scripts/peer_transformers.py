@@ -152,6 +152,9 @@ class Peer(TorchPeer):
         kind, self.features = FAMILIES[name][0], FEATURES[name]
         made = getattr(transformers, f"{kind}ForConditionalGeneration")
         self.model = made.from_pretrained(folder / "published", attn_implementation="sdpa").train()
+        for path, parameter in self.model.named_parameters():
+            if "embed_positions" in path:  # the class freezes the table; from_pretrained forgets it
+                parameter.requires_grad_(False)
         self.begin()
 
     def collated(self, numbers: Sequence[int]) -> dict[str, Any]:
