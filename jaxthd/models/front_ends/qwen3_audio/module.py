@@ -55,7 +55,8 @@ class Stem(nnx.Module):
         inputs = (1, config.channels, config.channels)
         self.convs = nnx.List([Conv(n, config.channels, init) for n in inputs])
         self.out = Linear(config.channels * halved(config.mel_bands), config.dim, init)
-        for layer in (self.out, *self.convs):
+        layers: tuple[Linear | Conv, ...] = (self.out, *self.convs)
+        for layer in layers:
             layer.w.set_metadata(cast=False)  # its gradient is a sum over parts
         self.chunks = max(1, compute.blocks.front_end // OUTPUTS)
         self.remat = compute.remat != "none"
