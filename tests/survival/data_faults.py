@@ -4,11 +4,8 @@ from pathlib import Path
 
 from tests.stores.servers import Server
 from tests.survival.phases import Seen
-from tests.survival.runs import RECORDINGS, STORE_SECONDS, Run
+from tests.survival.runs import POISON, STORE_SECONDS, Run
 from tests.survival.scenes import Injected, Scene, continues, ends, release, says, strike
-
-LISTS = ("skipped.jsonl", "not_finite.jsonl")
-"""Files of a workdir that list recordings which cannot be used, and steps without an update."""
 
 
 def changed_manifest(scene: Scene) -> Injected:
@@ -43,16 +40,20 @@ def bad_gradients(scene: Scene) -> Injected:
 
 
 def bad_recordings(scene: Scene) -> Injected:
-    """Recordings of samples that are no numbers, or that make a gradient of none: listed, and left out."""
-    run, listed = scene.run, [scene.run.workdir / name for name in LISTS]
-    is_new = not any(file.exists() for file in listed)
+    """Recordings whose samples are no numbers, or so large that no gradient is one: listed, and left out."""
+    run, file = scene.run, scene.run.workdir / "skipped.jsonl"
+
+    def is_listed() -> bool:
+        found = file.read_text() if file.exists() else ""
+        return all(f"{name}.wav" in found for name in POISON)
+
+    is_new = not is_listed()
     run.start()
-    is_listed = run.wait(lambda: all(file.exists() for file in listed) or run.step() > 3 * RECORDINGS)
-    found = [file.name for file in listed if file.exists()]
-    evidence = f"{' and '.join(found)} have them" * (is_new and bool(found))
+    run.wait(is_listed)
+    evidence = f"{file.name} has them" * (is_new and is_listed())
     run.kill()
     end = f"killed after step {run.step()}"
-    return Injected(Seen("stepping", evidence), end, is_listed and len(found) == len(listed))
+    return Injected(Seen("stepping", evidence), end, is_listed())
 
 
 def lost_store(scene: Scene) -> Injected:

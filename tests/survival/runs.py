@@ -23,6 +23,8 @@ TIMED = ("time", "tokens_per_second", "_seconds", "compilations", "goodput", "ut
 """Endings of names of metrics that depend on the process and its clock."""
 AUDIO = "audio_seconds"
 RECORDINGS, HELD_OUT = 20, 4
+POISON = {"nan": np.nan, "loud": 1e30}
+"""Recordings that cannot be used, and by what a part of their samples is multiplied."""
 STORE_SECONDS = 10.0
 """A store that answers nothing for so long is given up."""
 STUCK_SECONDS = 600.0
@@ -32,8 +34,7 @@ STUCK_SECONDS = 600.0
 def write_recordings(folder: Path, poison: bool = False) -> None:
     """20 ragged recordings of noise, their manifest, and one of 4 of them to validate on.
 
-    poison: two recordings more, one with samples that are no numbers, and one so loud that the gradient of
-        its document is none.
+    poison: those of POISON too.
     """
     rng = np.random.default_rng(0)
     lines = []
@@ -42,7 +43,7 @@ def write_recordings(folder: Path, poison: bool = False) -> None:
         lines.append({"audio_filepath": f"{i}.wav", "text": f"number {i} " + "la " * int(rng.integers(8))})
     held_out = lines[:HELD_OUT]
     if poison:
-        for name, value in {"nan": np.nan, "loud": 1e30}.items():
+        for name, value in POISON.items():
             samples = rng.normal(0, 0.1, 8000).astype(np.float32)
             samples[1000:2000] *= np.float32(value)
             soundfile.write(folder / f"{name}.wav", samples, 16000, subtype="FLOAT")
