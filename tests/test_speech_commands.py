@@ -174,7 +174,8 @@ def convert(on: Commands) -> None:
     assert all(x.tobytes() == again[name].tobytes() for name, x in want.items())
     fixed = {name for name, x in want.items() if x.tobytes() == trained[name].tobytes()}
     untrained = ("embed_positions.weight", "num_batches_tracked")
-    assert fixed == {name for name in want if name.endswith(untrained)}
+    # The vision tower is not read: an export has it as the folder has.
+    assert fixed == {name for name in want if name.endswith(untrained) or ".visual." in name}
 
 
 COMMANDS: dict[str, Callable[[Commands], object]] = {
