@@ -28,7 +28,7 @@ from typing import Any
 from jaxthd.config import DataConfig
 from jaxthd.data.audio.recordings import clip_seconds
 from jaxthd.data.example import Example, Turn, user_turn
-from jaxthd.data.inventory import longest_trained_on
+from jaxthd.data.inventory import trained_on
 from jaxthd.data.sources.manifest import read_chats
 from jaxthd.errors import UserError, readable_errors
 from jaxthd.files.jsonl import read_lines
@@ -58,8 +58,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "window": {
         "type": float,
         "metavar": "SECONDS",
-        "help": "seconds of the longest recording that is read at once; by default that of the "
-        "longest recording that the run was trained on, or what data.audio_capacity and data.capacity hold",
+        "help": "seconds of the longest recording that is read at once; by default a recording is read in "
+        "windows if the run was trained on none that is as long, or data.audio_capacity and data.capacity do "
+        "not hold it",
     },
     "chat": {"type": Path, "help": "JSONL of conversations to answer, in the formats of a manifest"},
     "out": {"type": Path, "metavar": "FILE", "help": "JSONL file that the answers are appended to"},
@@ -100,7 +101,7 @@ def main(argv: list[str] | None = None) -> None:
                 generator,
                 conversations,
                 window=options.window,
-                longest=longest_trained_on(line.path) if line.run else None,
+                trained_on=trained_on(line.path) if line.run else None,
                 say=say,
                 **settings,
             ),

@@ -32,7 +32,7 @@ from jaxthd.config.front_end import SAMPLE_RATE
 from jaxthd.data.audio.recordings import load_audio
 from jaxthd.data.audio.windows import in_windows
 from jaxthd.data.example import Clip, Example
-from jaxthd.data.inventory import longest_trained_on
+from jaxthd.data.inventory import trained_on
 from jaxthd.data.sources.registry import read_source, validation_sources
 from jaxthd.inference.wer import Errors, errors_of, make_normaliser, summed
 from scripts.benchmark import Claim, benchmark, conclude, show, size_text
@@ -92,7 +92,8 @@ def write_long(path: Path, examples: Sequence[Example], minutes: float, pauses: 
 def measure(options: Namespace, folder: Path) -> list[tuple[Errors, Errors, int]]:
     """Shows the table. Returns of each length (errors in windows, errors alone, bytes of memory)."""
     settings = open_settings(options.run)
-    data, window = settings.config.data, options.window or longest_trained_on(settings.path)
+    data, lengths = settings.config.data, trained_on(settings.path)
+    window = options.window or (lengths and lengths.usual)
     if not window:
         raise SystemExit(f"{options.run} does not say how long its recordings were: give --window")
     sources = validation_sources(data)
@@ -131,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--set", help="validation set; the first by default")
     parser.add_argument("--minutes", type=float, nargs="+", default=[1.0, 5.0, 20.0], help="lengths")
     parser.add_argument("--pauses", type=float, nargs=2, default=[0.05, 0.4], help="seconds, least and most")
-    parser.add_argument("--window", type=float, help="seconds; as long as what it trained on by default")
+    parser.add_argument("--window", type=float, help="seconds; as `jaxthd generate` by default")
     parser.add_argument("--batch", type=int, default=8, help="windows answered together")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as folder:

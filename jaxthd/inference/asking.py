@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from jaxthd.data.audio.recordings import clip_seconds, load_audio
 from jaxthd.data.audio.windows import in_windows
 from jaxthd.data.example import Clip, Example, Samples, Turn
+from jaxthd.data.inventory import TrainedOn
 from jaxthd.data.text.joining import MOST_WORDS, WORD, joined
 from jaxthd.errors import UserError
 from jaxthd.inference.generator import AnswerDelta, Generator
@@ -35,7 +36,7 @@ def answer_all(
     conversations: Sequence[Example],
     *,
     window: float | None = None,
-    longest: float | None = None,
+    trained_on: TrainedOn | None = None,
     say: Callable[[str], None] = lambda line: None,
     **settings: Any,
 ) -> Iterator[AnswerDelta]:
@@ -43,9 +44,9 @@ def answer_all(
 
     The only delta of a conversation that cannot be used has the end "skipped", and the reason.
     window: seconds of the longest recording that is read at once, if less than what the buffers hold.
-    longest: the same, where no window is given: the model was trained on none that is longer. say: is told of
-    each recording that is read in windows. settings: as Generator.stream takes them; raises UserError for
-    these and the window alone.
+    trained_on: where no window is given, a recording that is longer than all of these is read in windows of
+    their usual length. say: is told of each recording that is read in windows. settings: as Generator.stream
+    takes them; raises UserError for these and the window alone.
     """
     if window is not None and not window >= SHORTEST_WINDOW:
         raise UserError(f"window is {window} s; expected {SHORTEST_WINDOW} s or more: correct it")
@@ -62,7 +63,7 @@ def answer_all(
 
     for number, conversation in enumerate(conversations):
         try:
-            parts, prompts = _prompts(generator, conversation, window, longest, say)
+            parts, prompts = _prompts(generator, conversation, window, trained_on, say)
         except ValueError as error:
             yield AnswerDelta(number, "", (), "skipped", reason=str(error))
             continue
@@ -80,7 +81,7 @@ def _prompts(
     generator: Generator,
     conversation: Example,
     window: float | None,
-    longest: float | None,
+    trained_on: TrainedOn | None,
     say: Callable[[str], None],
 ) -> tuple[tuple[_Part, ...], Iterable[Document]]:
     """(Its windows, their documents, made one by one). A conversation that is answered as a whole is one
@@ -89,19 +90,20 @@ def _prompts(
     if generator.config.model.encoder is None or not _can_be_divided(conversation):
         return (_Part(),), [generator.prompt(conversation)]
     (recording,) = conversation.clips
-    if window is None and longest is None:  # nearly all fit, and their headers need not be read
+    if window is None and trained_on is None:  # nearly all fit, and their headers need not be read
         with suppress(UserError):
             return (_Part(),), [generator.prompt(conversation)]
     seconds = clip_seconds(recording, opened=True)
     if isinstance(seconds, str):
         raise UserError(f"conversation {conversation.key!r}: {seconds}")
     holds = generator.most_seconds(conversation)
-    most = min(holds, window or longest or holds)
-    if seconds <= most or not most:
+    longest, usual = (window, window) if window else trained_on or (holds, holds)
+    if seconds <= min(holds, longest) or not holds:
         return (_Part(),), [generator.prompt(conversation)]
+    most = min(holds, usual)
     windows = in_windows(recording, most)
     name = conversation.key.partition(":")[2] or conversation.key
-    why = {} if window else {longest: "as long as the longest that it was trained on; "}
+    why = {} if window else {usual: "as long as nine in ten that it was trained on; "}
     why[holds] = "which is what the buffers hold (data.audio_capacity, data.capacity); "
     size = f"{len(windows)} windows of up to {most:.1f} s"
     say(f"{name}: {seconds:.1f} s are read in {size}, {why.get(most, '')}their texts are joined")

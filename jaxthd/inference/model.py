@@ -16,7 +16,7 @@ from jaxthd.checkpoints.sources import open_settings, published_config
 from jaxthd.checkpoints.weights import Weights, load_model, training_weights
 from jaxthd.config import Config
 from jaxthd.data.example import Clip, Example, Samples, Turn, user_turn
-from jaxthd.data.inventory import longest_trained_on
+from jaxthd.data.inventory import TrainedOn, trained_on
 from jaxthd.data.loader import Loader, make_loader
 from jaxthd.data.skipped import SkipLog, Skipped
 from jaxthd.data.speech import SpeechDocuments
@@ -51,11 +51,11 @@ def load(
     """
     sources = [source] if isinstance(source, str | Path) else list(source)
     weights: Sequence[str | Path] = sources
-    longest = None
+    lengths = None
     if config is None and len(sources) == 1:
         settings = open_settings(sources[0])
         config, weights = settings.config, settings.weights
-        longest = longest_trained_on(settings.path) if settings.run else None
+        lengths = trained_on(settings.path) if settings.run else None
         if not weights:
             raise UserError(
                 f"{sources[0]} is a config file, which has no weights; expected the workdir of a run or a "
@@ -64,7 +64,7 @@ def load(
     config = config or published_config(sources)
     simulate_devices(config.mesh.devices)
     check(for_generation(config, batch), trains=False)
-    model = Model(config, weights, batch=batch, max_new_tokens=max_new_tokens, longest=longest)
+    model = Model(config, weights, batch=batch, max_new_tokens=max_new_tokens, trained_on=lengths)
     _ = model.weights
     return model
 
@@ -74,8 +74,8 @@ class Model:
 
     config: settings that are checked for this machine (jaxthd.run.startup.check, as `load` does). weights: in
     the checkpoint layout (steps/state.py); or sources as jaxthd.checkpoints.weights.load_weights takes them,
-    which are read when they are first needed. batch, max_new_tokens: as in `load`. longest: seconds of the
-    longest recording that it was trained on; longer ones are answered in windows. None: that is not known.
+    which are read when they are first needed. batch, max_new_tokens: as in `load`. trained_on: the lengths of
+    recordings that it was trained on; longer ones are answered in windows. None: they are not known.
     config is then with the kernels that this machine admits, and without multi-token prediction unless arrays
     were given or decoding drafts with it.
     """
@@ -87,13 +87,13 @@ class Model:
         *,
         batch: int = 8,
         max_new_tokens: int = 256,
-        longest: float | None = None,
+        trained_on: TrainedOn | None = None,
     ) -> None:
         has_arrays = isinstance(weights, Weights)
         self.config = with_kernels(config if has_arrays else config.without_idle_mtp)
         self.mesh = make_mesh(self.config.mesh)
         self._given, self._batch, self._max_new_tokens = weights, batch, max_new_tokens
-        self._longest = longest
+        self._trained_on = trained_on
         self._scorers: dict[tuple[int, bool], Scorer] = {}
 
     @cached_property
@@ -163,9 +163,9 @@ class Model:
 
         window: seconds of the longest recording that is read at once; None: of the longest that the model was
         trained on, if that is known. A longer one, or one that the buffers do not hold, is answered window by
-        window (Answer.windows). settings: of sampling, as in Generator.stream; the likeliest tokens without
-        any. One that cannot be used is skipped: its answer says why (Answer.reason), and a warning lists all
-        of them.
+        window (Answer.windows), without `window` in such as nine in ten of the training do not exceed.
+        settings: of sampling, as in Generator.stream; the likeliest tokens without any. One that cannot be
+        used is skipped: its answer says why (Answer.reason), and a warning lists all of them.
         Raises UserError where none can be used, and for settings out of range.
         """
         several = [prompts] if isinstance(prompts, str) else prompts
@@ -179,7 +179,7 @@ class Model:
         found: list[list[AnswerDelta]] = [[] for _ in conversations]
         settings = {"every": settings.get("max_new_tokens") or self._max_new_tokens} | settings
         for delta in answer_all(
-            self.generator, conversations, window=window, longest=self._longest, **settings
+            self.generator, conversations, window=window, trained_on=self._trained_on, **settings
         ):
             found[delta.number].append(delta)
         answers = [whole_answer(x.key, deltas) for x, deltas in zip(conversations, found, strict=True)]

@@ -14,7 +14,7 @@ import soundfile
 from jaxthd.config import Config, DataConfig, EncoderConfig, FilterConfig, ModelConfig
 from jaxthd.data import inventory
 from jaxthd.data.dataset import SpeechData
-from jaxthd.data.inventory import Inventory, SetCount
+from jaxthd.data.inventory import Inventory, SetCount, TrainedOn, trained_on
 from jaxthd.data.skipped import least_share
 from jaxthd.data.sources.registry import open_source, read_source
 from jaxthd.data.sources.source import SourceSetting
@@ -69,6 +69,21 @@ def test_items_hours_and_items_without_a_recording_are_said_for_every_set(
     assert kept[training]["seconds"] == 0.5 + 0.75 + 1.5
     assert kept[training]["without_recording"] == 1
     assert kept[validation]["seconds"] == 1.5
+
+
+def test_the_lengths_that_a_run_was_trained_on_are_kept(folder: Path) -> None:
+    """One recording of ten is the longest: nine are no longer than the next. A second count of the same
+    files keeps them; a run from before `usual` was counted has the longest."""
+    assert trained_on(folder) is None
+    names = ["1.wav"] * 4 + ["2.wav"] * 5 + ["4.wav"]
+    path, kept = write(folder / "m.jsonl", *map(heard, names)), folder / "inventory.json"
+    for _ in range(2):
+        Inventory([count_of(path)], kept).count()
+        assert trained_on(folder) == TrainedOn(longest=2.0, usual=1.0)
+    stored = json.loads(kept.read_text())
+    del stored[path]["usual"]
+    kept.write_text(json.dumps(stored))
+    assert trained_on(folder) == TrainedOn(2.0, 2.0)
 
 
 def test_what_takes_too_long_is_said_and_counted_beside_the_run(

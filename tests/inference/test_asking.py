@@ -10,6 +10,7 @@ import soundfile
 
 from jaxthd.data.audio.windows import in_windows
 from jaxthd.data.example import Clip, Example, Samples, Turn
+from jaxthd.data.inventory import TrainedOn
 from jaxthd.errors import UserError
 from jaxthd.inference.asking import _Joined, _Part, answer_all
 from jaxthd.inference.generator import Answer, AnswerDelta, whole_answer
@@ -119,6 +120,20 @@ def test_a_window_is_as_short_as_one_says(folder: Path):
         for window in (0.5, -1.0, float("nan")):
             with pytest.raises(UserError, match=r"window is .* expected 1\.0 s or more"):
                 answers([conversation], window=window)
+
+
+def test_windows_are_as_long_as_most_of_what_it_was_trained_on():
+    """A recording that is no longer than the longest of these is read as a whole."""
+    recording = Samples(spoken(3.4, (1.2, 2.6)), 8000)
+    conversation = Example("1:samples", (Turn("user", (recording,)),))
+    with jax.enable_x64(True):
+        ((whole,), _), ((cut,), said) = (
+            answers([conversation], trained_on=TrainedOn(longest, 1.5)) for longest in (3.4, 3.3)
+        )
+    assert whole.windows == 1
+    assert cut.windows == 3
+    how = "3 windows of up to 1.5 s, as long as nine in ten that it was trained on"
+    assert said == [f"samples: 3.4 s are read in {how}; their texts are joined"]
 
 
 def test_windows_are_told_one_after_the_other():
