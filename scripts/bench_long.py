@@ -52,7 +52,9 @@ class Heard(NamedTuple):
     peak: int
 
 
-def heard(run: str, recordings: Sequence[Clip], warm_up: Sequence[Clip], window: float, batch: int) -> Heard:
+def heard(
+    run: str, recordings: Sequence[Clip], warm_up: Sequence[Clip], window: float | None, batch: int
+) -> Heard:
     """Transcribes the recordings, after those of the warm-up."""
     model = load(run, batch=batch)
     model.transcribe(warm_up, window=window)
@@ -103,7 +105,7 @@ def measure(options: Namespace, folder: Path) -> list[tuple[Errors, Errors, int]
     said = {f: write_long(folder / f"{f:g}.wav", examples, f, options.pauses) for f in options.minutes}
     used = sorted(set().union(*said.values()))
     clips: list[Any] = [examples[number].clips[0] for number in used]
-    alone = apart(options.run, clips, clips[: options.batch], window, options.batch)
+    alone = apart(options.run, clips, clips[: options.batch], None, options.batch)
     each = errors_of([texts[n] for n in used], list(map(normalise, alone.texts)))
     errors_alone = dict(zip(used, each, strict=True))
     rtfx_alone = sum(examples[n].duration or 0.0 for n in used) / alone.seconds

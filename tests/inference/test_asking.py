@@ -132,7 +132,7 @@ def test_windows_are_as_long_as_most_of_what_it_was_trained_on():
         )
     assert whole.windows == 1
     assert cut.windows == 3
-    how = "3 windows of up to 1.5 s, as long as nine in ten that it was trained on"
+    how = "3 windows of up to 1.5 s, as long as half of what it was trained on"
     assert said == [f"samples: 3.4 s are read in {how}; their texts are joined"]
 
 
