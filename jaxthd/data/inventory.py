@@ -37,8 +37,9 @@ BATCH = 64 * THREADS
 """Items between two looks at the clock: 0.1 s of headers on a local disk."""
 USUAL = 0.5
 """The share of a set's recordings that are no longer than `usual`. The few that are longest teach little:
-configs/recipes/dictation, trained on 4,000 of up to 15.3 s, had 44% of the words wrong in windows of that
-length, 15% in windows of 9.6 s, which nine in ten do not exceed, and 8% in windows of 5.4 s, the median."""
+a small model trained on synthetic:dictated (4,000 of up to 15.3 s) had 44% of the words wrong in windows of
+that length, 15% in windows of 9.6 s, which nine in ten do not exceed, and 8% in windows of 5.4 s, the median.
+"""
 
 
 @dataclass
@@ -160,8 +161,8 @@ class SetCount:
 
 
 class TrainedOn(NamedTuple):
-    """Seconds of recordings. longest: of the longest. usual: what half of a training set do not exceed, of the
-    set where that is most."""
+    """Seconds of recordings. longest: of the longest. usual: what half of a training set do not exceed, in
+    the set where that is most."""
 
     longest: float
     usual: float
