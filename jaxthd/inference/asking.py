@@ -103,7 +103,7 @@ def _prompts(
     most = min(holds, usual)
     windows = in_windows(recording, most)
     name = conversation.key.partition(":")[2] or conversation.key
-    why = {} if window else {usual: "as long as half of what it was trained on; "}
+    why = {} if window else {usual: "the median of what it was trained on; "}
     why[holds] = "which is what the buffers hold (data.audio_capacity, data.capacity); "
     size = f"{len(windows)} windows of up to {most:.1f} s"
     say(f"{name}: {seconds:.1f} s are read in {size}, {why.get(most, '')}their texts are joined")

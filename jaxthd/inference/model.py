@@ -163,7 +163,7 @@ class Model:
 
         window: seconds of the longest recording that is read at once; None: of the longest that the model was
         trained on, if that is known. A longer one, or one that the buffers do not hold, is answered window by
-        window (Answer.windows), without `window` in such as half of its training do not exceed.
+        window (Answer.windows), of the median of its training without `window`.
         settings: of sampling, as in Generator.stream; the likeliest tokens without any. One that cannot be
         used is skipped: its answer says why (Answer.reason), and a warning lists all of them.
         Raises UserError where none can be used, and for settings out of range.

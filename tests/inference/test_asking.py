@@ -122,7 +122,7 @@ def test_a_window_is_as_short_as_one_says(folder: Path):
                 answers([conversation], window=window)
 
 
-def test_windows_are_as_long_as_most_of_what_it_was_trained_on():
+def test_windows_are_as_long_as_the_median_of_what_it_was_trained_on():
     """A recording that is no longer than the longest of these is read as a whole."""
     recording = Samples(spoken(3.4, (1.2, 2.6)), 8000)
     conversation = Example("1:samples", (Turn("user", (recording,)),))
@@ -132,7 +132,7 @@ def test_windows_are_as_long_as_most_of_what_it_was_trained_on():
         )
     assert whole.windows == 1
     assert cut.windows == 3
-    how = "3 windows of up to 1.5 s, as long as half of what it was trained on"
+    how = "3 windows of up to 1.5 s, the median of what it was trained on"
     assert said == [f"samples: 3.4 s are read in {how}; their texts are joined"]
 
 
