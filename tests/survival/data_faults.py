@@ -53,7 +53,7 @@ def bad_recordings(scene: Scene) -> Injected:
     evidence = f"{file.name} has them" * (is_new and is_listed())
     run.kill()
     end = f"killed after step {run.step()}"
-    return Injected(Seen("stepping", evidence), end, is_listed())
+    return Injected(Seen("loading", evidence), end, is_listed())
 
 
 def lost_store(scene: Scene) -> Injected:
