@@ -262,6 +262,17 @@ def test_files_of_different_checkpoints_are_refused(tmp_path, files, message):
         load_tokenizer(checkpoint(tmp_path, **files))
 
 
+def test_ids_that_the_model_has_no_rows_for_are_passed_over(tmp_path):
+    """transformers' configs of Qwen3-ASR and GLM-ASR have the published tokenizer's, whatever the model's
+    vocabulary; save_pretrained repeats them in generation_config.json."""
+    plain = load_tokenizer(checkpoint(tmp_path))
+    stated = {"eos_token_id": [151643, plain.pad_id, 151645], "pad_token_id": 151645, "bos_token_id": 272}
+    config = {**stated, "audio_token_id": 9999, "text_config": {"vocab_size": 272, "eos_token_id": 272}}
+    found = load_tokenizer(checkpoint(tmp_path, config=config, generation_config=stated))
+    assert (found.bos_id, found.eos_ids, found.pad_id) == (plain.bos_id, (plain.pad_id,), plain.pad_id)
+    assert found.audio_id == 9999, "it is never looked up"
+
+
 def test_broken_files_are_refused_by_name(tmp_path):
     checkpoint(tmp_path)
     (tmp_path / "generation_config.json").write_text("{")

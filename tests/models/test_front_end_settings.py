@@ -3,10 +3,12 @@
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from jaxthd.config import FrontEnd
 from jaxthd.models.front_ends import GraniteConformer, Qwen3Audio, Whisper
+from jaxthd.models.front_ends.whisper.module import sines_of
 
 RATE = 16_000
 QWEN2_AUDIO = Whisper(join="mean", joined=2, silence="hidden", windows=1)
@@ -60,3 +62,13 @@ def test_tokens_of_a_recording(front_end: FrontEnd, tokens: tuple[int, ...]):
     for seconds in (0.3, 1.0, 8.01, 30.0, 31.0, 100.0):
         found.append(sum(piece.tokens for piece in front_end.pieces(round(RATE * seconds))))
     assert tuple(found) == tokens
+
+
+@pytest.mark.parametrize("dim", [2, 15])
+def test_a_stored_table_of_positions_may_have_any_dim(dim: int):
+    """The library adds a stored table of any dim; ours begins as sines, as many as the dim has."""
+    table = np.asarray(sines_of(replace(VOXTRAL, model_dim=dim, heads=1, positions=50)))
+    assert table.shape == (50, dim)
+    assert np.ptp(table, axis=0).all()
+    with pytest.raises(ValueError, match="expected an even number"):
+        sines_of(replace(QWEN2_5_OMNI, model_dim=dim))

@@ -41,6 +41,8 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     config.json. Chat template: chat_template.jinja, then chat_template in
     tokenizer_config.json, then chat_template.json. If files disagree, the one named first here counts; ids
     that end an answer are taken from both.
+    Ids of text beyond config.json's vocabulary are passed over: a library writes those of a published
+    tokenizer where a smaller model names none (transformers' Qwen3ASRConfig, GlmAsrConfig).
     Raises UserError for a file that is no JSON object, for an entry that does not have the form transformers
     writes, and for several named chat templates without a "default".
     """
@@ -61,12 +63,18 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
         """Returns the ids that the model's files give under a name, generation_config.json's first."""
         return [i for file, config in models for i in _ids(file, name, config.get(name))]
 
+    size = nested.get("vocab_size") or of_model.get("vocab_size")
+
+    def text_ids(name: str) -> list[int]:
+        """The same of a token of the model's vocabulary."""
+        return [i for i in ids(name) if not isinstance(size, int) or i < size]
+
     audio = next((i for name in _AUDIO_ID for i in ids(name)), None)
     return SpecialTokens(
         tokens={name: text for entries in (of_map, of_tokenizer) for name, text in _tokens(entries)},
-        bos_id=next(iter(ids("bos_token_id")), None),
-        eos_ids=tuple(dict.fromkeys(ids("eos_token_id"))),
-        pad_id=next(iter(ids("pad_token_id")), None),
+        bos_id=next(iter(text_ids("bos_token_id")), None),
+        eos_ids=tuple(dict.fromkeys(text_ids("eos_token_id"))),
+        pad_id=next(iter(text_ids("pad_token_id")), None),
         audio_id=audio,
         chat_template=_chat_template(folder, of_tokenizer),
     )

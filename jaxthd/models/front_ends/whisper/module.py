@@ -48,8 +48,10 @@ def _gelu(x: Array) -> Array:
 
 
 def sines_of(config: Whisper) -> Float[Array, "P D"]:
-    """The table of positions, as it is before training."""
-    return jnp.asarray(sinusoids(config.positions, config.model_dim))
+    """The table of positions, as it is before training; one that is stored may have an odd dim."""
+    dim = config.model_dim
+    even = max(dim + dim % 2, 4) if config.stored_positions else dim
+    return jnp.asarray(sinusoids(config.positions, even)[:, :dim])
 
 
 class WhisperEncoder(nnx.Module):
