@@ -18,6 +18,7 @@ from jaxthd.hf.adapter_files import is_of_adapter, write_adapter
 from jaxthd.hf.checkpoint import open_checkpoint
 from jaxthd.hf.family import Family
 from jaxthd.hf.fields import Fields
+from jaxthd.hf.rotary import has_axes_alone
 from jaxthd.hf.safetensors_files import write_safetensors
 
 KEPT_FLOAT32 = ("*.A_log", "*.D", "*.dt_bias", "*.e_score_correction_bias", "*.running_mean", "*.running_var")
@@ -106,14 +107,16 @@ def _dtype(tensor: Tensor, dtype: str, kept: Collection[str]) -> str:
 
 
 def _overlaid(original: Fields, ours: Mapping[str, Any], meaningless: Collection[str] = ()) -> dict[str, Any]:
-    """The original's settings with ours over them, all but _ORIGINALS and meaningless ones."""
+    """The original's settings with ours over them, all but _ORIGINALS, meaningless ones, and a rotary
+    embedding's axes."""
     merged = dict(original)
     for name, value in ours.items():
         old = {"text_config": "llm_config", "audio_config": "sound_config"}.get(name, name)
         key = name if name in original or old not in original else old
         if key != name and key in ours:
             continue  # under its other name it is ours too
-        if key in _ORIGINALS or key in meaningless:
+        is_unscaled = value is None or has_axes_alone(name, ours)
+        if key in _ORIGINALS or key in meaningless or (is_unscaled and has_axes_alone(key, original)):
             merged.setdefault(key, value)
         elif isinstance(value, Mapping) and isinstance(original.get(key), Mapping):
             merged[key] = _overlaid(original[key], value, meaningless)

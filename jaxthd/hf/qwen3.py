@@ -58,7 +58,7 @@ QWEN3 = Qwen3(
     title="Qwen3ForCausalLM",
     model_types=("qwen3",),
     layers=("*-",),
-    expected={"attention_bias": False, "hidden_act": "silu", "use_sliding_window": False},
+    expected={"hidden_act": "silu", "use_sliding_window": False},
     sizes=SIZES,
     blocks={
         "*": BlockFields(
@@ -70,6 +70,7 @@ QWEN3 = Qwen3(
                     "head_dim",
                     read=lambda x, fields: x or fields["hidden_size"] // fields["num_attention_heads"],
                 ),
+                "bias": Field("attention_bias", False),
             },
         ),
         "-": BlockFields(MLP(form="swiglu"), {"inner": "intermediate_size"}),

@@ -8,11 +8,11 @@ which are equal for audio and text.
 from dataclasses import replace
 from typing import Any
 
-from jaxthd.config import FrontEnd
+from jaxthd.config import FrontEnd, RopeConfig
 from jaxthd.errors import UserError
 from jaxthd.hf.family import Field, Settings
 from jaxthd.hf.fields import Fields
-from jaxthd.hf.qwen3 import QWEN3
+from jaxthd.hf.qwen3 import QWEN3, Qwen3
 from jaxthd.hf.speech_llm import AUDIO, Q2A_NAMES, WHISPER_NAMES, Names, Part, SpeechLLM
 from jaxthd.models.front_ends import Qwen3Audio
 from jaxthd.models.front_ends.qwen3_audio.settings import CHUNK
@@ -55,6 +55,20 @@ def _text(name: str) -> str:
     return name.replace("model.", "model.language_model.", 1) if name.startswith("model.") else name
 
 
+_AXES = {"mrope_section": [24, 20, 20], "interleaved": True, "mrope_interleaved": True}
+"""What the published rope_scaling has. The authors' code reads sections from it, and fails without them."""
+
+
+class _WithAxes(Qwen3):
+    """The decoder as the authors' code names and reads it."""
+
+    def rope_fields(self, rope: RopeConfig, block: str) -> dict[str, Any]:
+        """The fields, with sections of axes."""
+        fields = super().rope_fields(rope, block)
+        scaling = fields["rope_scaling"] or {"rope_type": "default"}
+        return fields | {"rope_scaling": {**scaling, "type": scaling["rope_type"], **_AXES}}
+
+
 _PART = Part(settings=_AUDIO, type="qwen3_asr_encoder", aliases=WHISPER_NAMES, expected=_expected)
 QWEN3_ASR = SpeechLLM(
     format="qwen3_asr",
@@ -87,6 +101,7 @@ QWEN3_ASR = SpeechLLM(
 AUTHORS = replace(
     QWEN3_ASR,
     format="qwen3_asr_authors",
+    decoders=(_WithAxes(**{**vars(QWEN3), "model_types": (*QWEN3.model_types, "qwen3_asr_text")}),),
     parts={AUDIO: replace(_PART, type="qwen3_asr_audio_encoder")},
     names=Names(
         text=lambda name: f"thinker.{name}",

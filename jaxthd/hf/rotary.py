@@ -66,6 +66,15 @@ def rope_config(fields: Fields, *, partial: bool = False) -> RopeConfig:
     return updated(RopeConfig(), {**settings, "theta": theta, "fraction": fraction, "scaling": _KINDS[kind]})
 
 
+def has_axes_alone(name: str, fields: Fields) -> bool:
+    """Whether the field is rope_scaling that scales nothing, but has the sections of axes: images, and the
+    libraries of Qwen's authors, need them."""
+    rope = fields.get(name)
+    if name != "rope_scaling" or not isinstance(rope, Mapping):
+        return False
+    return {*(rope.get(x, "default") for x in ("rope_type", "type"))} <= {"default", "mrope"}
+
+
 def without_axes(fields: Fields) -> dict[str, Any]:
     """The fields without the settings by which images have positions in several axes: those of audio and text
     are equal, so that what is left is the plain rotary embedding."""

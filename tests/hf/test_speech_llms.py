@@ -143,15 +143,52 @@ def test_a_recording_is_heard_for_as_long_as_the_processor_takes_it(name, second
         form.fields(replace(model_config(tmp_path / name), encoder=replace(encoder, windows=7)))
 
 
+def test_qwen3_s_attention_may_have_biases(tmp_path):
+    """Four a layer, which an export has again."""
+
+    def change(settings, tensors):
+        settings["text_config"]["attention_bias"] = True
+        for name, x in [*tensors.items()]:
+            if "language_model" in name and name.endswith("_proj.weight") and ".self_attn." in name:
+                tensors[name.replace("weight", "bias")] = np.arange(len(x), dtype=np.float32)
+
+    folder = change_published(write_published("qwen3_asr", tmp_path / "published"), change)
+    model = model_config(folder)
+    biases = [
+        x for x in tensors(folder) if ".self_attn." in x and "language_model" in x and x.endswith("bias")
+    ]
+    assert len(biases) == 2 * len(model.llm.letters)
+    import_weights([str(folder)], tmp_path / "imported")
+    export_weights(tmp_path / "imported", tmp_path / "out")
+    assert_identical(tensors(tmp_path / "out"), tensors(folder))
+    assert model_config(tmp_path / "out") == model
+
+
 def test_qwen3_asr_in_its_authors_form(tmp_path):
-    """The same model; an export like it has its form."""
+    """The same model, also as their own code names its text model; an export like it has its form, with the
+    axes of its rotary embedding."""
     plain, authors = (write_published("qwen3_asr", tmp_path / name) for name in ("plain", "authors"))
     as_authors(authors)
+    assert model_config(authors) == model_config(plain)
+
+    def change(settings, _):
+        settings["thinker_config"]["text_config"]["model_type"] = "qwen3_asr_text"
+
+    change_published(authors, change)
     assert model_config(authors) == model_config(plain)
     import_weights([str(authors)], tmp_path / "imported")
     export_weights(tmp_path / "imported", tmp_path / "like", like=authors)
     assert_identical(tensors(tmp_path / "like"), tensors(authors))
     assert model_config(tmp_path / "like") == model_config(plain)
+    new = {"form": open_checkpoint(authors).family.format}
+    export_weights(tmp_path / "imported", tmp_path / "new", **new)
+    was, now, other = (
+        json.loads((x / "config.json").read_text())["thinker_config"]["text_config"]["rope_scaling"]
+        for x in (authors, tmp_path / "like", tmp_path / "new")
+    )
+    assert now == was
+    assert other["mrope_section"] == [24, 20, 20], "the authors' code fails without sections"
+    assert model_config(tmp_path / "new") == model_config(plain)
     export_weights(tmp_path / "imported", tmp_path / "out")
     assert_identical(tensors(tmp_path / "out"), tensors(plain))
 

@@ -96,6 +96,7 @@ def _qwen2(draw: Draw) -> dict[str, Any]:
 
 def _qwen3(draw: Draw) -> dict[str, Any]:
     fields = _text(draw)
+    fields["attention_bias"] = draw.random() < 0.3
     return {"head_dim": fields["hidden_size"] // fields["num_attention_heads"], **fields}
 
 
@@ -118,22 +119,24 @@ def _axes(fields: dict[str, Any]) -> dict[str, Any]:
     return fields | {"rope_parameters": rope, "tie_word_embeddings": False}
 
 
-def _encoder(draw: Draw) -> dict[str, Any]:
-    """Of a Transformer, by the library's names."""
+def _encoder(draw: Draw, odd: bool = False) -> dict[str, Any]:
+    """Of a Transformer, by the library's names. odd: its heads may have an odd dim, as beside a stored table
+    of positions."""
     heads = draw.choice((1, 2, 3, 4))
+    dim = draw.randint(4, 10) if odd else 2 * draw.randint(2, 5)
     return {
         "num_mel_bins": draw.choice(MELS),
         "num_hidden_layers": draw.randint(1, 3),
         "num_attention_heads": heads,
-        "hidden_size": heads * 2 * draw.randint(2, 5),
+        "hidden_size": heads * dim,
         "intermediate_size": draw.randint(5, 40),
     }
 
 
-def _whispers(draw: Draw) -> dict[str, Any]:
+def _whispers(draw: Draw, odd: bool = False) -> dict[str, Any]:
     """The same by Whisper's names."""
     names = ("num_mel_bins", "encoder_layers", "encoder_attention_heads", "d_model", "encoder_ffn_dim")
-    return dict(zip(names, _encoder(draw).values(), strict=True))
+    return dict(zip(names, _encoder(draw, odd).values(), strict=True))
 
 
 def _windows(draw: Draw, joined: int = 2) -> int:
@@ -151,12 +154,12 @@ def qwen3_asr(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwen2_audio(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
-    audio = _whispers(draw) | {"max_source_positions": _windows(draw)}
+    audio = _whispers(draw, odd=True) | {"max_source_positions": _windows(draw)}
     return {"text_config": _qwen2(draw), "audio_config": audio}
 
 
 def audioflamingo3(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
-    audio = _encoder(draw) | {"max_source_positions": _windows(draw)}
+    audio = _encoder(draw, odd=True) | {"max_source_positions": _windows(draw)}
     return {"text_config": _qwen2(draw), "audio_config": audio}
 
 
@@ -182,7 +185,7 @@ def qwen3_omni(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def voxtral(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
-    audio = _encoder(draw) | {"max_source_positions": _windows(draw, 4)}
+    audio = _encoder(draw, odd=True) | {"max_source_positions": _windows(draw, 4)}
     return {
         "text_config": _llama(draw),
         "audio_config": audio | {"intermediate_size": 4 * audio["hidden_size"]},
@@ -200,7 +203,7 @@ def glmasr(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def moss(draw: Draw, fields: dict[str, Any]) -> dict[str, Any]:
-    audio = _encoder(draw) | {"max_source_positions": _windows(draw, 4)}
+    audio = _encoder(draw, odd=True) | {"max_source_positions": _windows(draw, 4)}
     return {"text_config": _qwen3(draw), "audio_config": audio}
 
 
