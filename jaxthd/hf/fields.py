@@ -169,6 +169,7 @@ _PART: dict[str, Any] = {
         **_each(_INTEGERS, "kda_layers full_attn_layers"),
     },
 }
+EXTRACTOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
 _PARTS = ("text_config", "llm_config", "audio_config", "sound_config", "encoder_config", "projector_config")
 FIELDS: dict[str, Any] = {
     **_PART,
@@ -247,6 +248,18 @@ def read_object(file: Path) -> Fields:
             f"{file} cannot be read ({error}); expected what transformers writes: copy it anew"
         ) from error
     return found
+
+
+def extractor_fields(folder: Path) -> Fields:
+    """The settings of a folder's feature extractor; {} where it has none. Raises UserError as read_object,
+    and for a chunk_length that is no number of seconds."""
+    for name in (PROCESSOR, EXTRACTOR):
+        found = read_object(folder / name)
+        settings = found.get("feature_extractor", found)
+        if isinstance(settings, Mapping) and settings.get("feature_size") is not None:
+            check_fields(settings, str(folder / name), {"chunk_length": _SIZE})
+            return settings
+    return {}
 
 
 def required(fields: Fields, name: str, where: str = "config.json") -> Any:

@@ -1,22 +1,26 @@
 """GLM-ASR (transformers: GlmAsrForConditionalGeneration): Whisper's encoder with rotary positions, four of
 whose outputs are an audio token, a projector, Llama.
 
-A recording is encoded in windows of 30 s. The silence that fills the last one is heard, but makes no tokens.
+A recording is encoded in windows of 30 s, or of as many as the folder's processor says (chunk_length): the
+encoder has no table of positions. The silence that fills the last one is heard, but makes no tokens.
 At most 655 s are heard, in whole windows, as by the published processor.
 """
 
+from dataclasses import replace
 from typing import Any
 
 from jaxthd.config import FrontEnd
 from jaxthd.files.tensor_names import Below, Table
-from jaxthd.hf.family import Field, Settings
-from jaxthd.hf.fields import Fields, must_be
+from jaxthd.hf.family import Family, Field, Settings
+from jaxthd.hf.fields import Fields, extractor_fields, must_be
 from jaxthd.hf.llama import LLAMA
 from jaxthd.hf.qwen2_audio import heard
+from jaxthd.hf.reader import Reader
 from jaxthd.hf.speech_llm import AUDIO, Q2A_NAMES, Names, Part, SpeechLLM
 from jaxthd.models.front_ends import Whisper
 
-JOINED = 4
+JOINED, POSITIONS = 4, 50
+"""Outputs of an audio token, and of a second."""
 
 
 def _of_rope(name: str, default: float) -> Any:
@@ -102,4 +106,15 @@ GLM_ASR = SpeechLLM(
     names=Names(**{**vars(Q2A_NAMES), "encoder": _encoder}),
     data={"template": "chat_template", "prompt": "{audio}Please transcribe this audio into text"},
 )
-FAMILY = GLM_ASR.family()
+
+
+def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fields, Reader]:
+    """The fields with the positions of the folder's windows."""
+    seconds = extractor_fields(reader.path).get("chunk_length")
+    if seconds is not None:
+        audio = fields.get(AUDIO) or {}
+        fields = {**fields, AUDIO: {**audio, "max_position_embeddings": POSITIONS * seconds}}
+    return family, fields, reader
+
+
+FAMILY = replace(GLM_ASR.family(), opened=_opened)

@@ -30,7 +30,15 @@ from jaxthd.hf.family import (
     read_settings,
     write_settings,
 )
-from jaxthd.hf.fields import Fields, must_be, read_object, required
+from jaxthd.hf.fields import (
+    EXTRACTOR,
+    PROCESSOR,
+    Fields,
+    extractor_fields,
+    must_be,
+    read_object,
+    required,
+)
 from jaxthd.hf.nemo_llm import Naming, llm_tensors
 from jaxthd.hf.nemotron_h import NEMOTRON_H
 from jaxthd.hf.reader import Reader
@@ -38,7 +46,6 @@ from jaxthd.models.front_ends import Transcribe
 from jaxthd.models.front_ends.transcribe.settings import Diarizer, SpeakerCache, WordTimes
 
 KIND = "nemo_speechlm"
-_EXTRACTOR, _PROCESSOR = "preprocessor_config.json", "processor_config.json"
 _BLOCKS: dict[str, Settings] = {
     "asr_config": {
         "layers": Field("num_hidden_layers", 32),
@@ -96,7 +103,7 @@ _CHUNKS = {"chunk_length": 500, "chunk_left_context": 50, "chunk_right_context":
 
 def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fields, Reader]:
     """The family with the folder's own names of the experts' tensors, and with its extractor's settings."""
-    naming, extractor = Naming.of_folder(reader.shapes), _extractor(reader.path)
+    naming, extractor = Naming.of_folder(reader.shapes), extractor_fields(reader.path)
     must_be(extractor, _EXPECTED, f"the feature extractor in {reader.path}")
     rounded = extractor.get("mel_filters_dtype", "float32" if extractor else "bfloat16")
     if rounded not in ("bfloat16", "float32"):
@@ -115,19 +122,9 @@ def _opened(family: Family, fields: Fields, reader: Reader) -> tuple[Family, Fie
     return changed, fields, reader
 
 
-def _extractor(folder: Path) -> Fields:
-    """The settings of the feature extractor; {} where the folder has none."""
-    for name in (_PROCESSOR, _EXTRACTOR):
-        found = read_object(folder / name)
-        settings = found.get("feature_extractor", found)
-        if isinstance(settings, Mapping) and settings.get("feature_size") is not None:
-            return settings
-    return {}
-
-
 def _prompt(folder: Path) -> str:
     """The user's turn for a recording: the processor's text before it."""
-    text = read_object(folder / _PROCESSOR).get("default_transcription_prompt")
+    text = read_object(folder / PROCESSOR).get("default_transcription_prompt")
     return f"{text if isinstance(text, str) else _PROMPT}{{audio}}"
 
 
@@ -301,13 +298,13 @@ def _token_fields(tokens: TokenIds) -> dict[str, Any]:
 def _finish(folder: Path, template: str | None, model: ModelConfig) -> None:
     """Writes the extractor's settings where no original's were copied, and the run's template."""
     encoder = model.audio_encoder
-    if isinstance(encoder, Transcribe) and not _extractor(folder):
+    if isinstance(encoder, Transcribe) and not extractor_fields(folder):
         extractor = {
             "feature_extractor_type": "NemotronAsrStreamingFeatureExtractor",
             "feature_size": encoder.mel_bands,
             "mel_filters_dtype": "bfloat16" if encoder.bfloat16_filters else "float32",
         }
-        (folder / _EXTRACTOR).write_text(json.dumps(extractor, indent=2) + "\n")
+        (folder / EXTRACTOR).write_text(json.dumps(extractor, indent=2) + "\n")
     if template is not None:
         (folder / "chat_template.jinja").write_text(template)
 

@@ -143,6 +143,26 @@ def test_a_recording_is_heard_for_as_long_as_the_processor_takes_it(name, second
         form.fields(replace(model_config(tmp_path / name), encoder=replace(encoder, windows=7)))
 
 
+def test_glm_asr_s_windows_are_those_of_the_processor(tmp_path):
+    """Its encoder takes any: positions are not stored. An export has the files that say so."""
+    folder = write_published("glmasr", tmp_path / "glmasr")
+    assert model_config(folder).audio_encoder.longest == 200, "by its positions"
+    extractor = {"feature_size": 16, "chunk_length": 4}
+    for name, settings in (
+        ("preprocessor_config.json", {**extractor, "chunk_length": 8}),
+        ("processor_config.json", {"feature_extractor": extractor, "processor_class": "GlmAsrProcessor"}),
+    ):
+        (folder / name).write_text(json.dumps(settings))
+    model = model_config(folder)
+    assert (model.audio_encoder.longest, model.audio_encoder.windows) == (400, 655 // 4)
+    import_weights([str(folder)], tmp_path / "imported")
+    export_weights(tmp_path / "imported", tmp_path / "out", like=folder)
+    assert model_config(tmp_path / "out") == model
+    (folder / "processor_config.json").write_text(json.dumps({**extractor, "chunk_length": 0}))
+    with pytest.raises(UserError, match="chunk_length 0; expected an integer from 1 on"):
+        model_config(folder)
+
+
 def test_qwen3_s_attention_may_have_biases(tmp_path):
     """Four a layer, which an export has again."""
 
