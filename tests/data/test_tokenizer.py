@@ -262,6 +262,23 @@ def test_files_of_different_checkpoints_are_refused(tmp_path, files, message):
         load_tokenizer(checkpoint(tmp_path, **files))
 
 
+def test_a_checkpoint_without_a_start_of_text_begins_with_its_end(tmp_path):
+    """A chat template such as Qwen's needs none."""
+    write(tmp_path / "tokenizer.json", "<|im_start|>", "<|im_end|>")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<|im_end|>"}))
+    found = load_tokenizer(tmp_path)
+    assert (found.bos_id, found.eos_id) == tuple(2 * ids_of(found, "<|im_end|>"))
+
+
+def test_a_placeholder_is_no_padding_whatever_its_name(tmp_path):
+    """GLM-ASR's."""
+    write(tmp_path / "tokenizer.json", "<s>", "</s>", "<|pad|>")
+    (placeholder,) = ids_of(load_tokenizer(tmp_path), "<|pad|>")
+    (tmp_path / "config.json").write_text(json.dumps({"audio_token_id": placeholder}))
+    found = load_tokenizer(tmp_path)
+    assert (found.audio_id, found.pad_id) == (placeholder, found.eos_id)
+
+
 def test_ids_that_the_model_has_no_rows_for_are_passed_over(tmp_path):
     """transformers' configs of Qwen3-ASR and GLM-ASR have the published tokenizer's, whatever the model's
     vocabulary; save_pretrained repeats them in generation_config.json."""

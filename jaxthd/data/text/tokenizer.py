@@ -103,8 +103,9 @@ class FileTokenizer:
     """A tokenizer.json, or what stands for it (byte_pairs.py), with its truncation and padding switched off.
 
     special: the special tokens given by the checkpoint's other files. Those that the files do not give are
-    found by their usual names. Without a padding token, pad_id is eos_id. Without an audio placeholder,
-    audio_id is an extra id after the file's last, and vocab_size counts it.
+    found by their usual names. Without a padding token, pad_id is eos_id; without one for the start of a text,
+    bos_id is the one that the files give for its end. Without an audio placeholder, audio_id is an extra id
+    after the file's last, and vocab_size counts it.
     Raises FileNotFoundError; UserError for a file that is no tokenizer, that has no token for start or end of
     text, or that does not match the other files.
     """
@@ -130,11 +131,14 @@ class FileTokenizer:
         known = set(self._tokenizer.get_vocab().values())
         file_size = max(known) + 1
         stated = self.special
-        (self.bos_id,) = self._required("start-of-text", _BOS, self._stated("bos_token", stated.bos_id)[:1])
-        self.eos_ids = tuple(self._required("end-of-text", _EOS, self._stated("eos_token", *stated.eos_ids)))
+        ends = self._stated("eos_token", *stated.eos_ids)
+        starts = self._stated("bos_token", stated.bos_id) or self._find(_BOS) or ends
+        (self.bos_id,) = self._required("start-of-text", _BOS, starts[:1])
+        self.eos_ids = tuple(self._required("end-of-text", _EOS, ends))
         self.eos_id = self.eos_ids[0]
-        pad = self._stated("pad_token", stated.pad_id) or self._find(_PAD)
         audio = self._stated("audio_token", stated.audio_id) or self._find(_AUDIO)
+        # GLM-ASR's placeholder is called <|pad|>.
+        pad = self._stated("pad_token", stated.pad_id) or [i for i in self._find(_PAD) if i not in audio]
         if len(audio) > 1:
             raise UserError(
                 f"the files beside {path} say that the audio token is {stated.tokens['audio_token']!r}, its "
