@@ -56,7 +56,7 @@ def _text(name: str) -> str:
 
 
 _AXES = {"mrope_section": [24, 20, 20], "interleaved": True, "mrope_interleaved": True}
-"""What the published rope_scaling has. The authors' code reads sections from it, and fails without them."""
+"""Entries of the published rope_scaling. The authors' code reads sections from it, and fails without them."""
 
 
 class _WithAxes(Qwen3):

@@ -66,7 +66,7 @@ def read_special_tokens(folder: Path) -> SpecialTokens:
     size = nested.get("vocab_size") or of_model.get("vocab_size")
 
     def text_ids(name: str) -> list[int]:
-        """The same of a token of the model's vocabulary."""
+        """Returns those ids that the model's vocabulary has."""
         return [i for i in ids(name) if not isinstance(size, int) or i < size]
 
     audio = next((i for name in _AUDIO_ID for i in ids(name)), None)

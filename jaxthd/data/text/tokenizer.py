@@ -103,9 +103,9 @@ class FileTokenizer:
     """A tokenizer.json, or what stands for it (byte_pairs.py), with its truncation and padding switched off.
 
     special: the special tokens given by the checkpoint's other files. Those that the files do not give are
-    found by their usual names. Without a padding token, pad_id is eos_id; without one for the start of a text,
-    bos_id is the one that the files give for its end. Without an audio placeholder, audio_id is an extra id
-    after the file's last, and vocab_size counts it.
+    found by their usual names. Without a padding token, pad_id is eos_id; without one for the start of a
+    text, bos_id is the one that the files give for its end. Without an audio placeholder, audio_id is an
+    extra id after the file's last, and vocab_size counts it.
     Raises FileNotFoundError; UserError for a file that is no tokenizer, that has no token for start or end of
     text, or that does not match the other files.
     """
