@@ -33,6 +33,8 @@ DECODERS: dict[str, Decoder] = {
     "deepseek_v3": DEEPSEEK_V3,
     "moonlight": DEEPSEEK_V3,
 }
+WITHOUT_BIASES = ("qwen3_next", "deepseek_v3", "moonlight")
+"""Those whose attention has none, whatever the settings."""
 
 
 def of_blocks(llm: LLMConfig, *paths: str) -> tuple[Any, ...]:
@@ -133,7 +135,7 @@ def test_what_deepseeks_settings_mean():
         ("gpt_oss", {"layer_types": ["chunked_attention"] * 24}, "24 layer_types: chunked_attention"),
         ("gpt_oss", {"hidden_act": "gelu"}, "hidden_act: 'gelu'"),
         ("gpt_oss", {"sliding_window": None}, "no 'sliding_window'"),
-        *((name, {"attention_bias": True}, "attention_bias: True") for name in DECODERS if name != "gpt_oss"),
+        *((name, {"attention_bias": True}, "attention_bias: True") for name in WITHOUT_BIASES),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func: 'softmax'"),
         ("deepseek_v3", {"topk_method": "greedy"}, "topk_method: 'greedy'"),
         ("deepseek_v3", {"num_key_value_heads": 8}, "num_key_value_heads: 8"),
