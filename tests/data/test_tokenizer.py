@@ -129,6 +129,11 @@ def test_tags_of_speakers_are_text_though_they_are_special_tokens(tmp_path):
     assert not any(map(tokenizer.is_special, ids))
     with pytest.raises(ValueError, match="holds the special token </s>"):
         tokenizer.encode("<spk:0></s>")
+    tokenizer = FileTokenizer(write(tmp_path / "t.json", "<s>", "</s>", "<asr_text>"))
+    text = "language None<asr_text>hi"
+    assert tokenizer.decode(tokenizer.encode(text)) == text, (
+        "Qwen3-ASR's mark, which the published file calls text"
+    )
 
 
 def test_no_special_token_of_the_file_is_made_of_text_but_of_marks(tmp_path):

@@ -93,8 +93,9 @@ _EOS = (
 _PAD = ("<pad>", "[PAD]", "<|pad|>", "<|finetune_right_pad_id|>", "<｜▁pad▁｜>")
 _UNKNOWN = ("<unk>", "[UNK]", "<|unk|>")
 _AUDIO = ("<audio>", "<|audio|>", "<so_embedding>", "<|AUDIO|>", "<|audioplaceholder|>", "<|audio_pad|>")
-_TAG = re.compile(r"<(spk:\d+|(ev|sty):[^<>]*)>", re.IGNORECASE)
-"""Special tokens that transcripts hold: of a speaker whose turn begins, of an event, of a style."""
+_TAG = re.compile(r"<(spk:\d+|(ev|sty):[^<>]*|asr_text)>", re.IGNORECASE)
+"""Special tokens that transcripts hold: of a speaker whose turn begins, of an event, of a style; and the mark
+before Qwen3-ASR's."""
 _AROUND = {"<so_embedding>": ("<so_start>", "<so_end>")}
 """Tokens that a family's processor, not its chat template, writes around the placeholder."""
 
