@@ -158,7 +158,7 @@ def executed_blocks(config: Config, batch: Batch) -> list[int]:
     calls: list[KeyIntervals] = [segments.keys.local]
     if segments.prefixes is not None:
         calls.append(segments.prefixes.keys.local)
-    return [int((call.blocks[:, 1] - call.blocks[:, 0]).sum()) for call in calls]
+    return [int(call.blocks.sum()) for call in calls]
 
 
 def milliseconds(config: Config, batches: list[Batch], rounds: int) -> list[float]:

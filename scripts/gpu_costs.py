@@ -606,7 +606,7 @@ def expected_trips(config: Config, batch: Batch) -> dict[str, float]:
         return made
 
     def of_blocks(intervals: KeyIntervals) -> float:
-        return float(np.diff(np.asarray(intervals.blocks)).mean())
+        return float(np.asarray(intervals.blocks).mean())
 
     supervised = float((np.asarray(batch.weights) > 0).sum())
     experts = llm.blocks.get("E", MoE())

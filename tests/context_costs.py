@@ -138,7 +138,7 @@ def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
     def ranges(ids: Any, positions: Any) -> jax.Array:
         segments = make_segments(ids, positions, block=block, axis=CONTEXT)
         steps = segments.keys.by_step
-        return jnp.stack([(x.blocks[:, 1] - x.blocks[:, 0]).sum() for x in steps])[None]
+        return jnp.stack([x.blocks.sum() for x in steps])[None]
 
     mesh = make_mesh(MeshConfig(context=context))
     count = jax.shard_map(
@@ -148,19 +148,25 @@ def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 
 
 def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
-    """Blocks with at least one allowed pair, in executed_blocks' form, found by checking every pair."""
+    """The fewest blocks that cover the allowed pairs, in executed_blocks' form, found by checking every pair."""
     ids = batch.segment_ids[0].astype(np.int16).reshape(context, -1)
     index = DualChunkSwap(context).permutation(ids.size).reshape(context, -1)
     least = np.zeros((context, context), int)
-    edges = np.arange(0, ids.shape[1], block)
     for rank in range(context):
         for step in range(context):
             source = (rank - step) % context
-            for start in edges:
-                q_ids, q_index = (x[rank, start : start + block, None] for x in (ids, index))
-                allowed = (q_ids == ids[source]) & (q_ids > 0) & (q_index >= index[source])
-                least[rank, step] += np.logical_or.reduceat(allowed.any(0), edges).sum()
+            allowed = (ids[rank][:, None] == ids[source]) & (ids[rank][:, None] > 0)
+            least[rank, step] = fewest_blocks(allowed & (index[rank][:, None] >= index[source]), block)
     return least
+
+
+def fewest_blocks(allowed: np.ndarray, block: int, query_block: int | None = None) -> int:
+    """Blocks of keys, from any key on, that the blocks of queries need to see all they may: bool [N, S]."""
+    edges = np.arange(0, len(allowed), query_block or block)
+    count = 0
+    for keys in map(np.flatnonzero, np.logical_or.reduceat(allowed, edges)):
+        count += -(-(keys[-1] + 1 - keys[0]) // block) if len(keys) else 0
+    return count
 
 
 def buffers(lengths: Sequence[int], capacity: int, count: int) -> list[list[Document]]:

@@ -29,32 +29,34 @@ from jaxthd.packing.layout import DualChunkSwap
 
 
 class KeyIntervals(NamedTuple):
-    """Query i sees keys lo[i] <= j < hi[i]; query block b touches the key blocks blocks[b]: first, end.
+    """Query i sees keys lo[i] <= j < hi[i]; query block b touches blocks[b] blocks of keys, from first[b] on.
 
     Those of several ring steps have a first dim more.
     """
 
     lo: Int32[Array, "*steps N"]
     hi: Int32[Array, "*steps N"]
-    blocks: Int32[Array, "*steps QB 2"]
+    first: Int32[Array, "*steps QB"]
+    blocks: Int32[Array, "*steps QB"]
 
 
 def key_intervals(
     lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int, query_block: int | None = None
 ) -> KeyIntervals:
-    """Adds the block ranges to the intervals. A query with hi <= lo sees nothing: output 0, lse -inf.
+    """Adds what each block of queries touches. A query with hi <= lo sees nothing: output 0, lse -inf.
 
     block: keys in a block; queries too, unless query_block says otherwise.
 
-    A query block's range runs from the first to the last key block that one of its queries touches. Those
-    between are touched too, because documents lie in order: no block is executed that could be skipped.
+    A query block's keys run from the first to the last that one of its queries sees. Their blocks begin at
+    the first: blocks that began at multiples of their size would be more. Those between are touched too,
+    because documents lie in order: no block is executed that could be skipped.
     """
     some = hi > lo
     lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)
     far, queries = jnp.iinfo(jnp.int32).max, query_block or block
-    first = blocked(jnp.where(some, lo, far), queries, far).min(axis=1) // block
-    last = -(-blocked(hi, queries, 0).max(axis=1) // block)
-    return KeyIntervals(lo, hi, jnp.stack([jnp.minimum(first, last), last], axis=1))
+    end = blocked(hi, queries, 0).max(axis=1)
+    first = jnp.minimum(blocked(jnp.where(some, lo, far), queries, far).min(axis=1), end)
+    return KeyIntervals(lo, hi, first, -(-(end - first) // block))
 
 
 def intervals_of_rows(lo_RT: Array, hi_RT: Array, is_real_RT: Bool[Array, "R T"], block: int) -> KeyIntervals:

@@ -20,6 +20,7 @@ from jaxthd.ops.backend import Machine, version_numbers
 from jaxthd.packing.intervals import key_intervals
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.segments import Segments, make_segments
+from tests.context_costs import fewest_blocks
 from tests.helpers import row_arrays
 from tests.ops import dense_kernels, fake_kernels
 
@@ -159,15 +160,15 @@ def test_the_cudnn_calls_lower_for_cuda_without_a_gpu(monkeypatch: pytest.Monkey
 
 @pytest.mark.parametrize("context", [1, 2, 4])
 def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: pytest.MonkeyPatch):
-    """Executed blocks, forward and backward, are compared with those that hold an allowed pair."""
+    """Executed blocks, forward and backward, are compared with the fewest that cover the allowed pairs."""
     executed: list[int] = []
-    scores = blockwise._scores
+    scores = blockwise._Queries.scores
 
     def counted(*given: Any) -> Any:
         jax.debug.callback(lambda: executed.append(1))
         return scores(*given)
 
-    monkeypatch.setattr(blockwise, "_scores", counted)
+    monkeypatch.setattr(blockwise._Queries, "scores", counted)
     rng, block, length = np.random.default_rng(context), 4, 16 * context
     backend, tokens = blockwise.BACKEND, 16
 
@@ -190,7 +191,7 @@ def test_no_block_is_executed_that_could_be_skipped(context: int, monkeypatch: p
             for step, call in enumerate(calls(jax.tree.map(lambda x, rank=rank: x[rank], segments))):
                 q, k = order[rank, 0][:, None], order[(rank - step) % context, 0]
                 allowed = (ids[q] == ids[k]) & (ids[q] > 0) & (k <= q)
-                least = allowed.reshape(tokens // block, block, -1, block).any((1, 3)).sum()
+                least = fewest_blocks(allowed, block)
                 out, lse = jax.block_until_ready(forward(call.intervals, x))
                 jax.effects_barrier()
                 assert len(executed) == least
@@ -303,6 +304,6 @@ def test_queries_in_blocks_of_any_size_see_their_intervals(query_block: int | No
             np.testing.assert_allclose(
                 lse[i, head], np.log(total) if total else -np.inf, rtol=1e-5, atol=1e-6
             )
-    touched = int((intervals.blocks[:, 1] - intervals.blocks[:, 0]).sum())
-    least = sum(-(-end // BLOCK) - first // BLOCK for first, end in INTERVALS if end > first)
-    assert touched == least if query_block == 1 else touched < least
+    keys = np.arange(len(k))
+    seen = np.stack([(keys >= first) & (keys < end) for first, end in INTERVALS])
+    assert int(intervals.blocks.sum()) == fewest_blocks(seen, BLOCK, query_block)

@@ -52,7 +52,7 @@ class Attention(nnx.Module):
         q, k, v = (f(x_ED).reshape(len(x_ED), -1, self.head_dim) for f in (self.q, self.k, self.v))
         if self.rope.theta:
             q, k = (rotated(x, segments.positions, self.rope) for x in (q, k))
-        o_EHd = interval_attention(q, k, v, segments.whole, self.head_dim**-0.5, segments.block)
+        o_EHd = interval_attention(q, k, v, None, segments.whole, self.head_dim**-0.5, segments.block)
         return self.out(o_EHd.reshape(len(x_ED), -1))
 
 

@@ -6,10 +6,11 @@ forward and backward, and blocks outside every interval are never touched. It ru
 everywhere: other back-ends are compared with it.
 
 Legend: N queries, S keys, H query heads, K key/value heads, G = H / K, D query/key dim, V value dim,
-Q query block, B key block.
+Q query block, B key block, X dim of Shared.
 """
 
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,13 @@ from jaxthd.ops.attention.contract import AttentionBackend, Call
 from jaxthd.ops.backend import RAN_ON_CPU, RAN_ON_GPU
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.packing.intervals import KeyIntervals, blocked
+
+
+class Shared(NamedTuple):
+    """A second product in the scores, with keys that all heads share and that have no gradient."""
+
+    q: Float[Array, "N H X"]
+    keys: Float[Array, "S X"]
 
 
 def head_blocks(x_NHD: Array, kv_heads: int, block: int, fill: float | int = 0.0) -> Array:
@@ -34,14 +42,55 @@ def tokens_of(x_bKGQD: Array, n: int) -> Array:
     return x_bKGQD.transpose(0, 3, 1, 2, 4).reshape(b * q, k * g, d)[:n]
 
 
-def _scores(q_KGQD: Array, k_KBD: Array, lo_Q: Array, hi_Q: Array, start: Array, scale: float) -> Array:
-    """Scaled scores of a block, -inf outside the intervals; `start` is the first key's index."""
-    s_KGQB = scale * jnp.einsum(
-        "kgqd,kbd->kgqb", q_KGQD, k_KBD, preferred_element_type=accumulation_dtype(q_KGQD)
-    )
-    j_B = start + jnp.arange(k_KBD.shape[1])
-    seen_QB = (j_B >= lo_Q[:, None]) & (j_B < hi_Q[:, None])
-    return jnp.where(seen_QB, s_KGQB, -jnp.inf)
+def _keys_last(x: Array, block: int) -> Array:
+    """[S, ..., D] -> [..., S + block, D], zeros at the end: a block may begin at any key."""
+    return jnp.moveaxis(jnp.pad(x, [(0, block)] + [(0, 0)] * (x.ndim - 1)), 0, -2)
+
+
+def _block_of(x: Array, start: Array, block: int) -> Array:
+    """[..., S, D] -> [..., block, D]."""
+    return jax.lax.dynamic_slice_in_dim(x, start, block, axis=-2)
+
+
+def _added(x: Array, more: Array, start: Array) -> Array:
+    """x [..., S, D] with a block's values added."""
+    found = _block_of(x, start, more.shape[-2]) + more
+    return jax.lax.dynamic_update_slice_in_dim(x, found, start, axis=-2)
+
+
+class _Queries(NamedTuple):
+    """Queries and their intervals, in blocks (first dim). shared: their part of Shared."""
+
+    q_KGQD: Array
+    shared_KGQX: Array | None
+    lo_Q: Array
+    hi_Q: Array
+    first: Array
+    blocks: Array
+
+    @classmethod
+    def of(
+        cls, q_NHD: Array, shared: Shared | None, intervals: KeyIntervals, kv_heads: int, block: int
+    ) -> "_Queries":
+        """Cuts the arrays into blocks."""
+        return cls(
+            head_blocks(q_NHD, kv_heads, block),
+            shared and head_blocks(shared.q, kv_heads, block),
+            blocked(intervals.lo, block, 0),
+            blocked(intervals.hi, block, 0),
+            intervals.first,
+            intervals.blocks,
+        )
+
+    def scores(self, k_KBD: Array, shared_BX: Array | None, start: Array, scale: float) -> Array:
+        """Scaled scores [K, G, Q, B] of a block of keys, -inf outside the intervals. start: the first key."""
+        dot = partial(jnp.einsum, preferred_element_type=accumulation_dtype(self.q_KGQD))
+        s_KGQB = dot("kgqd,kbd->kgqb", self.q_KGQD, k_KBD)
+        if self.shared_KGQX is not None:
+            s_KGQB += dot("kgqx,bx->kgqb", self.shared_KGQX, shared_BX)
+        j_B = start + jnp.arange(k_KBD.shape[1])
+        seen_QB = (j_B >= self.lo_Q[:, None]) & (j_B < self.hi_Q[:, None])
+        return jnp.where(seen_QB, scale * s_KGQB, -jnp.inf)
 
 
 def attention_forward(
@@ -52,30 +101,33 @@ def attention_forward(
     scale: float,
     block: int,
     query_block: int | None = None,
+    shared: Shared | None = None,
 ) -> tuple[Float[Array, "N H V"], Float[Array, "N H"]]:
     """Attention output and log-sum-exp of the scaled scores, both in promote(float32, input dtype).
 
     Online softmax over key blocks (Dao et al., FlashAttention, 2022). Callers own the VJP.
     block, query_block: as given to key_intervals.
     """
-    queries = query_block or block
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
-    k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
+    k_KSD, v_KSV = (_keys_last(x, block) for x in (k_SKD, v_SKV))
+    shared_SX = shared and _keys_last(shared.keys, block)
 
-    def one_block(_: None, xs: tuple) -> tuple[None, tuple[Array, Array]]:
+    def one_block(_: None, queries: _Queries) -> tuple[None, tuple[Array, Array]]:
         """Output [K, G, Q, V] and log-sum-exp [K, G, Q] of a block of queries."""
-        q_KGQD, lo_Q, hi_Q, key_range = xs
 
         def key_block(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            """One step of the online softmax, with the keys of block b."""
+            """One step of the online softmax, with the block's b-th keys."""
             out_KGQV, max_KGQ, sum_KGQ = carry
-            s_KGQB = _scores(q_KGQD, k_bKBD[b], lo_Q, hi_Q, b * block, scale)
+            start = queries.first + b * block
+            k_KBD, v_KBV = (_block_of(x, start, block) for x in (k_KSD, v_KSV))
+            shared_BX = None if shared_SX is None else _block_of(shared_SX, start, block)
+            s_KGQB = queries.scores(k_KBD, shared_BX, start, scale)
             new_max_KGQ = jnp.maximum(max_KGQ, s_KGQB.max(-1))
             finite_KGQ = jnp.where(jnp.isfinite(new_max_KGQ), new_max_KGQ, 0)
             p_KGQB = jnp.exp(s_KGQB - finite_KGQ[..., None])
             shrink_KGQ = jnp.exp(max_KGQ - finite_KGQ)
             pv_KGQV = jnp.einsum(
-                "kgqb,kbv->kgqv", p_KGQB.astype(v_bKBV.dtype), v_bKBV[b], preferred_element_type=acc
+                "kgqb,kbv->kgqv", p_KGQB.astype(v_KBV.dtype), v_KBV, preferred_element_type=acc
             )
             return (
                 out_KGQV * shrink_KGQ[..., None] + pv_KGQV,
@@ -83,26 +135,14 @@ def attention_forward(
                 sum_KGQ * shrink_KGQ + p_KGQB.sum(-1),
             )
 
-        empty_KGQ = jnp.zeros(q_KGQD.shape[:-1], acc)
-        out_KGQV, max_KGQ, sum_KGQ = jax.lax.fori_loop(
-            key_range[0],
-            key_range[1],
-            key_block,
-            (jnp.zeros((*empty_KGQ.shape, v_SKV.shape[-1]), acc), empty_KGQ - jnp.inf, empty_KGQ),
-        )
+        empty_KGQ = jnp.zeros(queries.q_KGQD.shape[:-1], acc)
+        zero = jnp.zeros((*empty_KGQ.shape, v_SKV.shape[-1]), acc), empty_KGQ - jnp.inf, empty_KGQ
+        out_KGQV, max_KGQ, sum_KGQ = jax.lax.fori_loop(0, queries.blocks, key_block, zero)
         out_KGQV = out_KGQV / jnp.where(sum_KGQ > 0, sum_KGQ, 1)[..., None]
         return None, (out_KGQV, jnp.where(sum_KGQ > 0, max_KGQ + jnp.log(sum_KGQ), -jnp.inf))
 
-    _, (out, lse) = jax.lax.scan(
-        one_block,
-        None,
-        (
-            head_blocks(q_NHD, kv_heads, queries),
-            blocked(intervals.lo, queries, 0),
-            blocked(intervals.hi, queries, 0),
-            intervals.blocks,
-        ),
-    )
+    queries = _Queries.of(q_NHD, shared, intervals, kv_heads, query_block or block)
+    _, (out, lse) = jax.lax.scan(one_block, None, queries)
     return tokens_of(out, n), tokens_of(lse[..., None], n)[..., 0]
 
 
@@ -116,84 +156,89 @@ def attention_backward(
     intervals: KeyIntervals,
     scale: float,
     block: int,
-) -> tuple[Float[Array, "N H D"], Float[Array, "S K D"], Float[Array, "S K V"]]:
-    """Gradients of queries, keys and values in promote(float32, input dtype).
+    shared: Shared | None = None,
+) -> tuple[Float[Array, "N H D"], Float[Array, "S K D"], Float[Array, "S K V"], Float[Array, "N H X"] | None]:
+    """Gradients of queries, keys, values and shared.q in promote(float32, input dtype).
 
     out_NHV, lse_NH: output and log-sum-exp over all keys that a query sees, in other calls too; so the
     gradients of all calls add up.
     """
     (n, s), kv_heads, acc = (len(q_NHD), len(k_SKD)), k_SKD.shape[1], accumulation_dtype(q_NHD)
-    k_bKBD, v_bKBV = (blocked(x, block, 0).swapaxes(1, 2) for x in (k_SKD, v_SKV))
+    k_KSD, v_KSV = (_keys_last(x, block) for x in (k_SKD, v_SKV))
+    shared_SX = shared and _keys_last(shared.keys, block)
     dot_NH = (dout_NHV.astype(out_NHV.dtype) * out_NHV).sum(-1)
     finite_lse_NH = jnp.where(jnp.isfinite(lse_NH), lse_NH, 0)
 
-    def query_block(carry: tuple[Array, Array], xs: tuple) -> tuple[tuple[Array, Array], Array]:
+    def query_block(
+        carry: tuple[Array, Array], xs: tuple[_Queries, Array, Array, Array]
+    ) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
         """Adds a block of queries' gradients of keys and values; gives its own."""
-        q_KGQD, lse_KGQ1, dot_KGQ1, dout_KGQV, lo_Q, hi_Q, key_range = xs
+        queries, lse_KGQ1, dot_KGQ1, dout_KGQV = xs
 
-        def key_block(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            """Adds the gradients of the pairs with the keys of block b."""
-            dq_KGQD, dk_bKBD, dv_bKBV = carry
-            k_KBD, v_KBV = k_bKBD[b], v_bKBV[b]
-            p_KGQB = jnp.exp(_scores(q_KGQD, k_KBD, lo_Q, hi_Q, b * block, scale) - lse_KGQ1)
+        def key_block(b: Array, carry: tuple[Array, Array | None, Array, Array]) -> tuple:
+            """Adds the gradients of the pairs with the block's b-th keys."""
+            dq_KGQD, dshared_KGQX, dk_KSD, dv_KSV = carry
+            start = queries.first + b * block
+            k_KBD, v_KBV = (_block_of(x, start, block) for x in (k_KSD, v_KSV))
+            shared_BX = None if shared_SX is None else _block_of(shared_SX, start, block)
+            p_KGQB = jnp.exp(queries.scores(k_KBD, shared_BX, start, scale) - lse_KGQ1)
             dp_KGQB = jnp.einsum("kgqv,kbv->kgqb", dout_KGQV, v_KBV, preferred_element_type=acc)
-            ds_KGQB = (p_KGQB * (dp_KGQB - dot_KGQ1) * scale).astype(q_KGQD.dtype)
+            ds_KGQB = (p_KGQB * (dp_KGQB - dot_KGQ1) * scale).astype(queries.q_KGQD.dtype)
             p_KGQB = p_KGQB.astype(dout_KGQV.dtype)
             dot = partial(jnp.einsum, preferred_element_type=acc)
+            if dshared_KGQX is not None:
+                dshared_KGQX += dot("kgqb,bx->kgqx", ds_KGQB, shared_BX)
             return (
                 dq_KGQD + dot("kgqb,kbd->kgqd", ds_KGQB, k_KBD),
-                dk_bKBD.at[b].add(dot("kgqb,kgqd->kbd", ds_KGQB, q_KGQD)),
-                dv_bKBV.at[b].add(dot("kgqb,kgqv->kbv", p_KGQB, dout_KGQV)),
+                dshared_KGQX,
+                _added(dk_KSD, dot("kgqb,kgqd->kbd", ds_KGQB, queries.q_KGQD), start),
+                _added(dv_KSV, dot("kgqb,kgqv->kbv", p_KGQB, dout_KGQV), start),
             )
 
-        dq_KGQD, *carry_out = jax.lax.fori_loop(
-            key_range[0], key_range[1], key_block, (jnp.zeros(q_KGQD.shape, acc), *carry)
-        )
-        return tuple(carry_out), dq_KGQD
+        zero = [None if x is None else jnp.zeros(x.shape, acc) for x in queries[:2]]
+        *own, dk_KSD, dv_KSV = jax.lax.fori_loop(0, queries.blocks, key_block, (*zero, *carry))
+        return (dk_KSD, dv_KSV), tuple(own)
 
-    (dk, dv), dq = jax.lax.scan(
+    queries = _Queries.of(q_NHD, shared, intervals, kv_heads, block)
+    of_queries = finite_lse_NH[..., None], dot_NH[..., None], dout_NHV
+    (dk, dv), (dq, dshared) = jax.lax.scan(
         query_block,
-        (jnp.zeros(k_bKBD.shape, acc), jnp.zeros(v_bKBV.shape, acc)),
-        (
-            head_blocks(q_NHD, kv_heads, block),
-            head_blocks(finite_lse_NH[..., None], kv_heads, block),
-            head_blocks(dot_NH[..., None], kv_heads, block),
-            head_blocks(dout_NHV, kv_heads, block),
-            blocked(intervals.lo, block, 0),
-            blocked(intervals.hi, block, 0),
-            intervals.blocks,
-        ),
+        tuple(jnp.zeros(x.shape, acc) for x in (k_KSD, v_KSV)),
+        (queries, *(head_blocks(x, kv_heads, block) for x in of_queries)),
     )
-    dk_SKD, dv_SKV = (x.swapaxes(1, 2).reshape(-1, kv_heads, x.shape[-1])[:s] for x in (dk, dv))
-    return tokens_of(dq, n), dk_SKD, dv_SKV
+    dk_SKD, dv_SKV = (jnp.moveaxis(x, -2, 0)[:s] for x in (dk, dv))
+    return tokens_of(dq, n), dk_SKD, dv_SKV, None if dshared is None else tokens_of(dshared, n)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
 def interval_attention(
     q_NHD: Float[Array, "N H D"],
     k_SKD: Float[Array, "S K D"],
     v_SKV: Float[Array, "S K V"],
+    shared: Shared | None,
     intervals: KeyIntervals,
     scale: float,
     block: int,
 ) -> Float[Array, "N H V"]:
-    """softmax(scale * q k^T) v over each query's interval of keys, in q's dtype; differentiable in q, k, v.
+    """softmax(scale * (q k^T + shared)) v over each query's interval of keys, in q's dtype; differentiable in
+    q, k, v and shared.q.
 
     Query head h uses key/value head h // G. A query that sees no key gives 0.
     block: as given to key_intervals.
     """
-    return attention_forward(q_NHD, k_SKD, v_SKV, intervals, scale, block)[0].astype(q_NHD.dtype)
+    return _interval_forward(q_NHD, k_SKD, v_SKV, shared, intervals, scale, block)[0]
 
 
-def _interval_forward(q, k, v, intervals, scale, block):
-    out, lse = attention_forward(q, k, v, intervals, scale, block)
-    return out.astype(q.dtype), (q, k, v, intervals, out, lse)
+def _interval_forward(q, k, v, shared, intervals, scale, block):
+    out, lse = attention_forward(q, k, v, intervals, scale, block, shared=shared)
+    return out.astype(q.dtype), (q, k, v, shared, intervals, out, lse)
 
 
 def _interval_backward(scale, block, residuals, dout):
-    q, k, v, intervals, out, lse = residuals
-    dq, dk, dv = attention_backward(q, k, v, out, lse, dout, intervals, scale, block)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None
+    q, k, v, shared, intervals, out, lse = residuals
+    dq, dk, dv, dshared = attention_backward(q, k, v, out, lse, dout, intervals, scale, block, shared)
+    dshared = None if shared is None else Shared(dshared.astype(q.dtype), None)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dshared, None
 
 
 interval_attention.defvjp(_interval_forward, _interval_backward)
@@ -206,7 +251,7 @@ def _forward(q: Array, k: Array, v: Array, call: Call, scale: float) -> tuple[Ar
 def _backward(
     q: Array, k: Array, v: Array, out: Array, lse: Array, dout: Array, call: Call, scale: float
 ) -> tuple[Array, Array, Array]:
-    return attention_backward(q, k, v, out, lse, dout, call.intervals, scale, call.block)
+    return attention_backward(q, k, v, out, lse, dout, call.intervals, scale, call.block)[:3]
 
 
 BACKEND = AttentionBackend(

@@ -51,7 +51,7 @@ class Call(NamedTuple):
     @property
     def is_empty(self) -> Array:
         """True if no query sees a key: bool []."""
-        return jax.numpy.all(self.intervals.blocks[:, 0] >= self.intervals.blocks[:, 1])
+        return jax.numpy.all(self.intervals.blocks == 0)
 
 
 @dataclass(frozen=True)

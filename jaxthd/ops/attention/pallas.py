@@ -69,9 +69,10 @@ class Tiled(NamedTuple):
     @classmethod
     def of(cls, lo: Array, hi: Array, keys: int, tiles: Tiles) -> "Tiled":
         """Fills up the intervals [N] and finds the tiles that meet. keys: how many there are."""
-        lo, hi = (filled(x, tiles.queries) for x in (lo, hi))
-        found = key_intervals(lo, hi, tiles.keys, tiles.queries)
-        return cls(found.lo, found.hi, found.blocks, seen_from(found.blocks, -(-keys // tiles.keys)))
+        found = key_intervals(*(filled(x, tiles.queries) for x in (lo, hi)), 1, tiles.queries)
+        end = found.first + found.blocks
+        tiles_t2 = jnp.stack([found.first // tiles.keys, -(-end // tiles.keys)], axis=1)
+        return cls(found.lo, found.hi, tiles_t2, seen_from(tiles_t2, -(-keys // tiles.keys)))
 
 
 def filled(x: Array, size: int, axis: int = 0) -> Array:

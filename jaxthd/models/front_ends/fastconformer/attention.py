@@ -16,7 +16,7 @@ from jaxtyping import Float, Int32
 
 from jaxthd.models.front_ends.fastconformer.settings import FastConformer
 from jaxthd.models.layers import Linear
-from jaxthd.ops.attention.blockwise import interval_attention
+from jaxthd.ops.attention.blockwise import Shared, interval_attention
 from jaxthd.ops.attention.dense import dense_attention
 from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.neighbours import Neighbours
@@ -26,8 +26,8 @@ from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init
 
-DENSE_FRAMES = 512
-"""Attention over this many encoder frames of a row on a rank (41 s), or fewer, is one dense product."""
+DENSE_FRAMES = 256
+"""Attention over this many encoder frames of a row on a rank (20 s), or fewer, is one dense product."""
 
 
 class Clips(NamedTuple):
@@ -84,9 +84,8 @@ def _attend(query: _Query, keys: _Keys, segments: Segments, scale: float) -> Flo
         given = query.content, content, query.position, waves_SX, values, segments.ids
         arrays = (x.reshape(segments.rows, -1, *x.shape[1:]) for x in given)
         return dense_attention(*arrays, key_ids_RS, scale).reshape(query.content.shape)
-    waves_SHX = jnp.broadcast_to(waves_SX[:, None], (len(waves_SX), *query.position.shape[1:]))
-    q_EHX, k_SHX = jnp.concatenate(query, axis=-1), jnp.concatenate([content, waves_SHX], axis=-1)
-    return interval_attention(q_EHX, k_SHX, values, seen, scale, segments.block)
+    shared = Shared(query.position, waves_SX)
+    return interval_attention(query.content, content, values, shared, seen, scale, segments.block)
 
 
 class RelativeAttention(nnx.Module):

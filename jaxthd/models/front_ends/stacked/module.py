@@ -82,12 +82,12 @@ class _Attention(nnx.Module):
 
         def own(q_EHd: Array, k_EHd: Array, v_EHd: Array) -> Array:
             """Attends within the rank's own outputs."""
-            return interval_attention(q_EHd, k_EHd, v_EHd, segments.whole, scale, segments.block)
+            return interval_attention(q_EHd, k_EHd, v_EHd, None, segments.whole, scale, segments.block)
 
         def over_ranks(neighbours: Neighbours, q_EHd: Array, k_EHd: Array, v_EHd: Array) -> Array:
             """Attends to the rank's own outputs and to those of its neighbours."""
             k_SHd, v_SHd = jnp.unstack(neighbours.window(jnp.stack([k_EHd, v_EHd], axis=1)), axis=1)
-            return interval_attention(q_EHd, k_SHd, v_SHd, neighbours.keys, scale, segments.block)
+            return interval_attention(q_EHd, k_SHd, v_SHd, None, neighbours.keys, scale, segments.block)
 
         if pieces.neighbours is None:
             o_EHd = own(q_EHd, k_EHd, v_EHd)
