@@ -33,7 +33,7 @@ from jaxthd.config import BlockSizes, ComputeConfig, Config, DataConfig, LLMConf
 from jaxthd.models.blocks import MLP, Attention, Mamba2
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
-from jaxthd.packing.intervals import KeyIntervals
+from jaxthd.packing.intervals import KeyIntervals, usual_queries
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
 from jaxthd.parallel.mesh import make_mesh, put_batch
@@ -133,7 +133,8 @@ def flops(config: Config, batch: Batch) -> Flops:
     assert attention
     assert scan
     # Forward, forward again and backward: 2 + 2 + 5 products of a block's queries and keys.
-    block = 9 * 2 * compute.blocks.attention**2 * attention.heads * attention.key_dim
+    pairs = compute.blocks.attention * usual_queries(compute.blocks.attention)
+    block = 9 * 2 * pairs * attention.heads * attention.key_dim
     more_blocks = sum(max(0, blocks - 1) for blocks in executed_blocks(config, batch))
     # A product and a sum for each number of the state, also 2 + 2 and about twice that backward.
     turns = -(-batch.tokens.shape[1] // compute.blocks.scan) - 1

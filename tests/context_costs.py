@@ -20,6 +20,7 @@ from jaxthd.models.hybrid import Block as DecoderBlock
 from jaxthd.ops.grouped_matmul import expert_layout
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.document import Document
+from jaxthd.packing.intervals import usual_queries
 from jaxthd.packing.layout import DualChunkSwap
 from jaxthd.packing.pack import pack_row
 from jaxthd.packing.segments import make_segments
@@ -148,7 +149,7 @@ def executed_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 
 
 def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
-    """The fewest blocks that cover the allowed pairs, in executed_blocks' form, found by checking every pair."""
+    """The fewest blocks that cover the allowed pairs, in executed_blocks' form, from all pairs."""
     ids = batch.segment_ids[0].astype(np.int16).reshape(context, -1)
     index = DualChunkSwap(context).permutation(ids.size).reshape(context, -1)
     least = np.zeros((context, context), int)
@@ -162,7 +163,7 @@ def least_blocks(batch: Batch, context: int, block: int) -> np.ndarray:
 
 def fewest_blocks(allowed: np.ndarray, block: int, query_block: int | None = None) -> int:
     """Blocks of keys, from any key on, that the blocks of queries need to see all they may: bool [N, S]."""
-    edges = np.arange(0, len(allowed), query_block or block)
+    edges = np.arange(0, len(allowed), query_block or usual_queries(block))
     count = 0
     for keys in map(np.flatnonzero, np.logical_or.reduceat(allowed, edges)):
         count += -(-(keys[-1] + 1 - keys[0]) // block) if len(keys) else 0

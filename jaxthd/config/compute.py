@@ -12,7 +12,7 @@ class BlockSizes:
     speed and the order of sums, never what is computed. No setting: tests and benchmarks give others."""
 
     attention: int = 64
-    """Tokens of an attention block."""
+    """Keys of an attention block, which has half as many queries."""
     loss: int = 256
     """Supervised positions that are scored at a time."""
     vocabulary: int = 8192

@@ -40,12 +40,18 @@ class KeyIntervals(NamedTuple):
     blocks: Int32[Array, "*steps QB"]
 
 
+def usual_queries(block: int) -> int:
+    """Queries of a block, where nothing else is said: half as many as keys. Documents are often shorter than
+    a block, and fewer queries see fewer keys of others."""
+    return max(block // 2, 1)
+
+
 def key_intervals(
     lo: Int32[Array, " N"], hi: Int32[Array, " N"], block: int, query_block: int | None = None
 ) -> KeyIntervals:
     """Adds what each block of queries touches. A query with hi <= lo sees nothing: output 0, lse -inf.
 
-    block: keys in a block; queries too, unless query_block says otherwise.
+    block: keys in a block. query_block: queries in one; None: usual_queries.
 
     A query block's keys run from the first to the last that one of its queries sees. Their blocks begin at
     the first: blocks that began at multiples of their size would be more. Those between are touched too,
@@ -53,7 +59,7 @@ def key_intervals(
     """
     some = hi > lo
     lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)
-    far, queries = jnp.iinfo(jnp.int32).max, query_block or block
+    far, queries = jnp.iinfo(jnp.int32).max, query_block or usual_queries(block)
     end = blocked(hi, queries, 0).max(axis=1)
     first = jnp.minimum(blocked(jnp.where(some, lo, far), queries, far).min(axis=1), end)
     return KeyIntervals(lo, hi, first, -(-(end - first) // block))

@@ -20,7 +20,7 @@ from jaxtyping import Float
 from jaxthd.ops.attention.contract import AttentionBackend, Call
 from jaxthd.ops.backend import RAN_ON_CPU, RAN_ON_GPU
 from jaxthd.ops.numerics import accumulation_dtype
-from jaxthd.packing.intervals import KeyIntervals, blocked
+from jaxthd.packing.intervals import KeyIntervals, blocked, usual_queries
 
 
 class Shared(NamedTuple):
@@ -110,7 +110,7 @@ def attention_forward(
     """
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_KSD, v_KSV = (_keys_last(x, block) for x in (k_SKD, v_SKV))
-    shared_SX = shared and _keys_last(shared.keys, block)
+    shared_SX = None if shared is None else _keys_last(shared.keys, block)
 
     def one_block(_: None, queries: _Queries) -> tuple[None, tuple[Array, Array]]:
         """Output [K, G, Q, V] and log-sum-exp [K, G, Q] of a block of queries."""
@@ -141,7 +141,7 @@ def attention_forward(
         out_KGQV = out_KGQV / jnp.where(sum_KGQ > 0, sum_KGQ, 1)[..., None]
         return None, (out_KGQV, jnp.where(sum_KGQ > 0, max_KGQ + jnp.log(sum_KGQ), -jnp.inf))
 
-    queries = _Queries.of(q_NHD, shared, intervals, kv_heads, query_block or block)
+    queries = _Queries.of(q_NHD, shared, intervals, kv_heads, query_block or usual_queries(block))
     _, (out, lse) = jax.lax.scan(one_block, None, queries)
     return tokens_of(out, n), tokens_of(lse[..., None], n)[..., 0]
 
@@ -165,7 +165,7 @@ def attention_backward(
     """
     (n, s), kv_heads, acc = (len(q_NHD), len(k_SKD)), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_KSD, v_KSV = (_keys_last(x, block) for x in (k_SKD, v_SKV))
-    shared_SX = shared and _keys_last(shared.keys, block)
+    shared_SX = None if shared is None else _keys_last(shared.keys, block)
     dot_NH = (dout_NHV.astype(out_NHV.dtype) * out_NHV).sum(-1)
     finite_lse_NH = jnp.where(jnp.isfinite(lse_NH), lse_NH, 0)
 
@@ -199,12 +199,15 @@ def attention_backward(
         *own, dk_KSD, dv_KSV = jax.lax.fori_loop(0, queries.blocks, key_block, (*zero, *carry))
         return (dk_KSD, dv_KSV), tuple(own)
 
-    queries = _Queries.of(q_NHD, shared, intervals, kv_heads, block)
-    of_queries = finite_lse_NH[..., None], dot_NH[..., None], dout_NHV
+    in_block = usual_queries(block)
+    queries = _Queries.of(q_NHD, shared, intervals, kv_heads, in_block)
+    lse, dot, dout = (
+        head_blocks(x, kv_heads, in_block) for x in (finite_lse_NH[..., None], dot_NH[..., None], dout_NHV)
+    )
     (dk, dv), (dq, dshared) = jax.lax.scan(
         query_block,
-        tuple(jnp.zeros(x.shape, acc) for x in (k_KSD, v_KSV)),
-        (queries, *(head_blocks(x, kv_heads, block) for x in of_queries)),
+        (jnp.zeros(k_KSD.shape, acc), jnp.zeros(v_KSV.shape, acc)),
+        (queries, lse, dot, dout),
     )
     dk_SKD, dv_SKV = (jnp.moveaxis(x, -2, 0)[:s] for x in (dk, dv))
     return tokens_of(dq, n), dk_SKD, dv_SKV, None if dshared is None else tokens_of(dshared, n)
@@ -237,8 +240,8 @@ def _interval_forward(q, k, v, shared, intervals, scale, block):
 def _interval_backward(scale, block, residuals, dout):
     q, k, v, shared, intervals, out, lse = residuals
     dq, dk, dv, dshared = attention_backward(q, k, v, out, lse, dout, intervals, scale, block, shared)
-    dshared = None if shared is None else Shared(dshared.astype(q.dtype), None)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), dshared, None
+    of_shared = None if dshared is None else Shared(dshared.astype(q.dtype), None)  # type: ignore[arg-type]
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), of_shared, None
 
 
 interval_attention.defvjp(_interval_forward, _interval_backward)

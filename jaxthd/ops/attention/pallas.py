@@ -69,7 +69,8 @@ class Tiled(NamedTuple):
     @classmethod
     def of(cls, lo: Array, hi: Array, keys: int, tiles: Tiles) -> "Tiled":
         """Fills up the intervals [N] and finds the tiles that meet. keys: how many there are."""
-        found = key_intervals(*(filled(x, tiles.queries) for x in (lo, hi)), 1, tiles.queries)
+        lo, hi = (filled(x, tiles.queries) for x in (lo, hi))
+        found = key_intervals(lo, hi, 1, tiles.queries)
         end = found.first + found.blocks
         tiles_t2 = jnp.stack([found.first // tiles.keys, -(-end // tiles.keys)], axis=1)
         return cls(found.lo, found.hi, tiles_t2, seen_from(tiles_t2, -(-keys // tiles.keys)))
