@@ -20,6 +20,11 @@ from jaxthd.models.layers import Linear
 from jaxthd.packing.segments import Segments, make_segments
 from jaxthd.parallel.params import Buffer, Init, applied
 
+WINDOW_BLOCK = 512
+"""Keys of a block of attention in windows that are all at least as long. Where windows are long, and nothing in
+them is skipped, large products are the faster ones: 142 ms in place of 389 with blocks of 64 for two windows of
+1,500 with 4 heads of 64, forward and backward, on two cores of an AMD EPYC."""
+
 
 class Stem(nnx.Module):
     """Two convolutions of three taps over time, each with GELU; the second one has stride 2."""
@@ -118,4 +123,7 @@ class WhisperEncoder(nnx.Module):
         elif self.config.silence == "hidden":
             is_seen_N &= jnp.roll(mask_A & ~start_A, -2)[::2].at[-1].set(False)
         ids_RN, positions_RN = (jnp.where(is_seen_N, x, 0).reshape(rows, -1) for x in (ids_N, positions_N))
-        return make_segments(ids_RN, positions_RN, block=pieces.block, axis=None)
+        are_long = self.config.silence == "heard" and self.config.positions >= WINDOW_BLOCK
+        return make_segments(
+            ids_RN, positions_RN, block=WINDOW_BLOCK if are_long else pieces.block, axis=None
+        )
