@@ -53,7 +53,17 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from scripts.peer_process import Process, matrix_rate, peak_and_workers, require_modules, serve
-from scripts.peer_work import ANSWERED, CHECKED, FAMILIES, MODELS, NEW_TOKENS, SHAPES, STRETCHES, Side
+from scripts.peer_work import (
+    ANSWERED,
+    CHECKED,
+    FAMILIES,
+    MODELS,
+    NEW_TOKENS,
+    SHAPES,
+    STRETCHES,
+    Recordings,
+    Side,
+)
 
 CHUNK = 128
 """The scan's chunk of the library's default, which is measured beside the one in MODELS, the fastest here."""
@@ -198,6 +208,11 @@ def compare(model: str, manifest: str, shape: str, options: argparse.Namespace) 
         maker.end()
         taken = SHAPES[shape]._replace(frame=160) if model in FAMILIES else SHAPES[shape]
         useful = write_documents(folder, reshaped(manifest, folder, taken))
+        if (few := len(Recordings.read(folder).batches(max(options.padded), "sorted"))) < STRETCHES:
+            raise SystemExit(
+                f"--padded {max(options.padded):g} makes {few} batches of {manifest}; expected at least "
+                f"{STRETCHES}, which are timed apart: give more recordings, or fewer seconds"
+            )
         scan, middle = f" {chunk}" if chunk else "", options.padded[len(options.padded) // 2]
         peers = [f"{seconds:g} sorted{scan}" for seconds in options.padded]
         peers += [f"{middle:g} random{scan}", *([f"{middle:g} sorted {CHUNK}"] if chunk else [])]
