@@ -42,6 +42,7 @@ from jaxthd.inference.model import Model, check_scored
 from jaxthd.inference.scorer import DocumentScores, in_order
 from jaxthd.parallel.mesh import local_rows
 from jaxthd.parallel.processes import is_first
+from jaxthd.planning.sizes import with_room
 from jaxthd.run.on_failure import RemovedOnFailure
 from jaxthd.run.outputs import OutputFolder
 from jaxthd.run.startup import check, devices_ready
@@ -110,6 +111,7 @@ def score_manifest(
     own: dict[str, Any] = {"manifest": (manifest,), "weights": ()}
     config = replace(config, data=replace(config.data, validation_manifest=f"scored={manifest}", **own))
     check(config)
+    config = with_room(config)
     model = Model(config, weights)
     scorer = model.scorer(top_k=top_k, every_token=every_token)
     options: dict[str, Any] = {"training": False, "skip_list": skipped.name, "preferences": True}

@@ -56,6 +56,25 @@ def with_sizes(config: Config, workdir: Path) -> Config:
     return with_answer_length(config, workdir)
 
 
+def with_room(config: Config) -> Config:
+    """The config whose buffers hold the longest document of its validation sets, where their sizes were not
+    given. They are the defaults at least, and where lengths cannot be read. All processes call it."""
+    if with_unset(config, config.data) is config:
+        return config
+    (sizes, *_) = exchange(_room(config) if is_first() else None)
+    return with_unset(config, DataConfig(**sizes))
+
+
+def _room(config: Config) -> dict[str, int]:
+    try:
+        found = held_out(config)
+    except (UserError, OSError):  # reading the data raises it again, if need be
+        return _numbers(config.data)
+    slots = max((int(slots_of(x, config).max(initial=0)) for x in found), default=0)
+    frames = max((int(x.frames.max(initial=0)) for x in found), default=0)
+    return _numbers(with_needed(config, (slots, frames), unit=SLOTS).data)
+
+
 def with_answer_length(config: Config, workdir: Path | None = None) -> Config:
     """The config with a number for train.max_new_tokens, if it was not given: that of the run in the workdir,
     or one with room for the longest answer of the validation sets. All processes call it.

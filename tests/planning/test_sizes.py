@@ -135,6 +135,23 @@ def test_validation_and_documents_that_were_not_read_still_fit(
     assert sampled >= 2048
 
 
+def test_scored_documents_have_room(tmp_path: Path):
+    """A published folder has no sizes of a run: three recordings of 100 s were skipped."""
+    speech = tmp_path / "v.jsonl"
+    line = {"audio_filepath": "a.wav", "duration": 400.0, "text": "one"}
+    speech.write_text(json.dumps(line) + "\n")
+    config = with_data(on("synthetic"), validation_manifest=str(speech))
+    found = sizes.with_room(config)
+    assert found.data.capacity >= 5_000
+    assert found.data.audio_capacity >= 40_000
+    assert found.data.max_documents == DataConfig().max_documents
+    assert numbers(sizes.with_room(with_data(config, validation_manifest="missing.jsonl"))) == numbers(
+        Config()
+    )
+    given = with_data(config, **{name: getattr(Config().data, name) + 0 for name in SIZES})
+    assert sizes.with_room(given) is given
+
+
 def test_prompts_and_padded_batches_keep_the_defaults(tmp_path: Path):
     manifest = write_lines(tmp_path / "m.jsonl", "long texts", 10)
     padded = on(manifest, packing="padded")
