@@ -82,6 +82,7 @@ QWEN2_5_OMNI = replace(
     unread=_TOWERS,
     data={"template": "chat_template"},
     above=AUTHORS.above,
+    inner=("Qwen2_5OmniThinkerForConditionalGeneration", "qwen2_5_omni_thinker"),
 )
 QWEN3_OMNI = replace(
     AUTHORS,
@@ -96,5 +97,6 @@ QWEN3_OMNI = replace(
     ignored=_UNREAD,
     unread=_TOWERS,
     data={"template": "chat_template"},
+    inner=("Qwen3OmniMoeThinkerForConditionalGeneration", "qwen3_omni_moe_thinker"),
 )
 FAMILIES = (QWEN2_5_OMNI.family(), QWEN3_OMNI.family())

@@ -100,7 +100,9 @@ class SpeechLLM:
     audio_token: the field with the id of the placeholder.
     names: on disk. ignored, float32, data: as in Family.
     unread: the parts of the folder that are not read.
-    above: the field of config.json that holds all of these; "": they are its own.
+    above: the field of config.json that holds all of these; "": they are its own. inner: the class and the
+        model_type that this field's value has; those of config.json where none are given. The library builds
+        another model, with its defaults, where they are not found.
     """
 
     format: str
@@ -120,6 +122,7 @@ class SpeechLLM:
     float32: tuple[str, ...] = ()
     data: Fields = field(default_factory=dict)
     above: str = ""
+    inner: tuple[str, str] | None = None
 
     def own(self, fields: Fields) -> Fields:
         """The fields of the model."""
@@ -181,6 +184,8 @@ class SpeechLLM:
             own |= {name: ({"model_type": part.type} if part.type else {}) | written} if name else written
         if self.above:
             top = {name: own[name] for name in ("architectures", "model_type")}
+            if self.inner:
+                own |= {"architectures": [self.inner[0]], "model_type": self.inner[1]}
             own = {**top, self.above: own}
         self._must_hold(model, self.configure(own, model))
         return own

@@ -131,6 +131,18 @@ def test_an_encoder_that_is_not_computed_is_refused(name, change, message, tmp_p
         model_config(folder)
 
 
+@pytest.mark.parametrize("name", ["qwen2_5_omni", "qwen3_omni"])
+def test_an_exported_thinker_is_named_as_published(name, tmp_path):
+    """The library looks for it by its model_type, and else builds a model of its default sizes."""
+    folder = write_published(name, tmp_path / name)
+    import_weights([str(folder)], tmp_path / "imported")
+    export_weights(tmp_path / "imported", tmp_path / "out")
+    was, now = (json.loads((x / "config.json").read_text()) for x in (folder, tmp_path / "out"))
+    assert now["model_type"] == was["model_type"]
+    for field in ("model_type", "architectures"):
+        assert now["thinker_config"][field] == was["thinker_config"][field]
+
+
 @pytest.mark.parametrize(
     ("name", "seconds"), [("qwen2_audio", 2), ("audioflamingo3", 600), ("glmasr", 654), ("qwen2_5_omni", 300)]
 )
