@@ -110,11 +110,10 @@ ALIGNER_AUTHORS = _aligner(
     AUTHORS,
     format="qwen3_aligner_authors",
     title="Qwen3ForcedAligner",
+    inner=(AUTHORS.title, "qwen3_forced_aligner"),
     classes=_classify_num,
     class_fields=lambda classes: {
         "architectures": [AUTHORS.title],
-        "thinker_config.architectures": [AUTHORS.title],
-        "thinker_config.model_type": "qwen3_forced_aligner",
         "thinker_config.classify_num": classes,
     },
 )

@@ -53,9 +53,9 @@ def key_intervals(
 
     block: keys in a block. query_block: queries in one; None: usual_queries.
 
-    A query block's keys run from the first to the last that one of its queries sees. Their blocks begin at
-    the first: blocks that began at multiples of their size would be more. Those between are touched too,
-    because documents lie in order: no block is executed that could be skipped.
+    The blocks of keys that a query block touches begin at the first key that one of its queries sees, and
+    end with the last. They do not begin at multiples of their size, because they would often be one more.
+    Documents lie in order, so queries see keys in each of them: no block is executed that could be skipped.
     """
     some = hi > lo
     lo, hi = jnp.where(some, lo, 0), jnp.where(some, hi, 0)

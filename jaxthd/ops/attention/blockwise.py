@@ -24,7 +24,7 @@ from jaxthd.packing.intervals import KeyIntervals, blocked, usual_queries
 
 
 class Shared(NamedTuple):
-    """A second product in the scores, with keys that all heads share and that have no gradient."""
+    """A second part of the scores: products with keys that all heads share and that have no gradient."""
 
     q: Float[Array, "N H X"]
     keys: Float[Array, "S X"]
@@ -106,7 +106,7 @@ def attention_forward(
     """Attention output and log-sum-exp of the scaled scores, both in promote(float32, input dtype).
 
     Online softmax over key blocks (Dao et al., FlashAttention, 2022). Callers own the VJP.
-    block, query_block: as given to key_intervals.
+    block, query_block: as given to key_intervals. shared: added to q k^T before the scale.
     """
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_KSD, v_KSV = (_keys_last(x, block) for x in (k_SKD, v_SKV))
@@ -116,7 +116,7 @@ def attention_forward(
         """Output [K, G, Q, V] and log-sum-exp [K, G, Q] of a block of queries."""
 
         def key_block(b: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            """One step of the online softmax, with the block's b-th keys."""
+            """One step of the online softmax, with the b-th block of keys."""
             out_KGQV, max_KGQ, sum_KGQ = carry
             start = queries.first + b * block
             k_KBD, v_KBV = (_block_of(x, start, block) for x in (k_KSD, v_KSV))
@@ -161,7 +161,8 @@ def attention_backward(
     """Gradients of queries, keys, values and shared.q in promote(float32, input dtype).
 
     out_NHV, lse_NH: output and log-sum-exp over all keys that a query sees, in other calls too; so the
-    gradients of all calls add up.
+    gradients of all calls add up. block: as given to key_intervals, without a query_block. shared: as in the
+    forward pass.
     """
     (n, s), kv_heads, acc = (len(q_NHD), len(k_SKD)), k_SKD.shape[1], accumulation_dtype(q_NHD)
     k_KSD, v_KSV = (_keys_last(x, block) for x in (k_SKD, v_SKV))
@@ -176,7 +177,7 @@ def attention_backward(
         queries, lse_KGQ1, dot_KGQ1, dout_KGQV = xs
 
         def key_block(b: Array, carry: tuple[Array, Array | None, Array, Array]) -> tuple:
-            """Adds the gradients of the pairs with the block's b-th keys."""
+            """Adds the gradients of the pairs with the b-th block of keys."""
             dq_KGQD, dshared_KGQX, dk_KSD, dv_KSV = carry
             start = queries.first + b * block
             k_KBD, v_KBV = (_block_of(x, start, block) for x in (k_KSD, v_KSV))
@@ -223,8 +224,8 @@ def interval_attention(
     scale: float,
     block: int,
 ) -> Float[Array, "N H V"]:
-    """softmax(scale * (q k^T + shared)) v over each query's interval of keys, in q's dtype; differentiable in
-    q, k, v and shared.q.
+    """softmax(scale * (q k^T + shared.q shared.keys^T)) v over each query's interval of keys, in q's dtype;
+    differentiable in q, k, v and shared.q.
 
     Query head h uses key/value head h // G. A query that sees no key gives 0.
     block: as given to key_intervals.
