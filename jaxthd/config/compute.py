@@ -33,7 +33,7 @@ class BlockSizes:
 
 SMALL_BLOCKS = BlockSizes()
 """Block sizes of CPUs, whose caches are small."""
-LARGE_BLOCKS = BlockSizes(attention=128, loss=1024, experts=128, scan=128)
+LARGE_BLOCKS = BlockSizes(attention=256, loss=1024, experts=128, scan=128)
 """Block sizes of bfloat16, in which only accelerators are fast: they take large products."""
 
 
