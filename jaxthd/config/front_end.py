@@ -131,6 +131,11 @@ class FrontEnd:
         return 1, 1
 
     @property
+    def positions_per_unit(self) -> int:
+        """How many positions of a unit the module's layers compute, for counts of operations."""
+        return self.unit[1]
+
+    @property
     def dim(self) -> int:
         """The model dim."""
         raise NotImplementedError

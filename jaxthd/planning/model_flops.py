@@ -14,23 +14,25 @@ def model_flops(config: Config) -> Callable[[BatchReport], float]:
     it trains. A part that is frozen as a whole, and has nothing trained before it, has no backward pass.
     Padding, recomputation, attention's scores and Mamba2's scan do not count. Tokens meet the weights of the
     decoder and of the experts that they are routed to; supervised ones meet the head, once for each depth of
-    multi-token prediction too; encoder frames meet encoder and adapter, whatever makes these.
+    multi-token prediction too; positions of the encoder's layers meet the encoder, its outputs the adapter.
     """
     groups, front_end = parameter_groups(config), config.model.encoder
-    frames, outputs = front_end.unit if front_end else (1, 1)
-    per_second = outputs / frames / front_end.seconds(1) if front_end else 0.0
+    met = {"encoder": 0.0, "adapter": 0.0}  # in a second of audio
+    if front_end:
+        seconds = front_end.seconds(front_end.unit[0])
+        met = {"encoder": front_end.positions_per_unit / seconds, "adapter": front_end.unit[1] / seconds}
     parts = {part: [x for x in groups if x.part == part] for part in ("encoder", "adapter", "LLM")}
     depths = config.depths_trained
     times = depths / max(config.model.llm.mtp_modules, 1)  # depths may share their weights
     head = "embedding" if config.model.llm.tied_embedding else "head"
-    per_frame = per_token = per_target = 0.0
+    per_second = per_token = per_target = 0.0
     trains_before = False
     for part in ("encoder", "adapter", "LLM"):
         trains = trains_before or any(group.trained for group in parts[part])
         for group in parts[part]:
             flops = _of_group(group, backward=trains)
             if part != "LLM":
-                per_frame += flops
+                per_second += flops * met[part]
             elif group.name == head:
                 per_target += (1 + depths) * flops
             elif group.name != "embedding":
@@ -39,8 +41,8 @@ def model_flops(config: Config) -> Callable[[BatchReport], float]:
 
     def count(report: BatchReport) -> float:
         """Floating-point operations of a step, from its report."""
-        frames = report.audio_seconds * per_second
-        return per_frame * frames + per_token * report.real_tokens + per_target * report.supervised_tokens
+        flops = per_second * report.audio_seconds + per_token * report.real_tokens
+        return flops + per_target * report.supervised_tokens
 
     return count
 

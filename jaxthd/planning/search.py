@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import product
+from itertools import chain, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,7 +14,7 @@ from jaxthd.config.values import Unset
 from jaxthd.errors import UserError
 from jaxthd.planning.layouts import LayoutCost, compare_layouts
 from jaxthd.planning.lengths import Lengths, slots_of
-from jaxthd.planning.parameters import parameter_groups
+from jaxthd.planning.parameters import PARTS, parameter_groups
 from jaxthd.planning.simulate import Outcome, padded, simulate
 
 SLACKS = (0.0, 0.05, 0.1, 0.15, 0.2, 0.25, 0.3, 0.35, 0.4)
@@ -26,8 +26,12 @@ SIZES = ("capacity", "max_documents", "audio_capacity")
 TOLERANCE = 0.005
 """Extra overhead accepted for a smaller maximum of documents, or for fewer open buffers."""
 CAPACITY_TOLERANCE = 0.05
-"""Extra overhead accepted for the configured capacity, or for a smaller one. Twice the slots need twice the
+"""Extra work accepted for the configured capacity, or for a smaller one. Twice the slots need twice the
 memory, and on CPUs a step of over 2 GiB pays for new pages (docs/decisions/host_memory.md)."""
+AS_MANY = 0.95
+"""Share of the documents of a buffer that one with fewer slots must hold to be taken in its place."""
+CAPACITIES = (0.125, 0.25, 0.5, 1, 2, 4)
+"""Capacities to try, in times the configured one."""
 
 
 class Plan(NamedTuple):
@@ -63,8 +67,9 @@ def make_plan(stream: Lengths, config: Config, epoch: int, needed: tuple[int, in
 
     stream: documents in an order of training. epoch: number of documents of an epoch, within which length
         buckets are made. needed: token slots and audio frames that the recommended buffer has at least.
-    Capacity: candidates skip the fewest documents, with an overhead within CAPACITY_TOLERANCE of the best;
-    the configured capacity is chosen if it is one of them, else the smallest. Audio capacity: that of least
+    Capacity: candidates skip the fewest documents, with work within CAPACITY_TOLERANCE of the best;
+    the configured capacity is chosen if it is one of them, else the smallest. A still smaller one is taken
+    in its place where its buffers hold AS_MANY of the documents, so that slots would be empty. Audio capacity: that of least
     overhead. Maximum of documents: the number that suffices for 99% of buffers if that costs at most
     TOLERANCE, else for all. Packer: the fewest open buffers within TOLERANCE of the best.
     """
@@ -76,7 +81,8 @@ def make_plan(stream: Lengths, config: Config, epoch: int, needed: tuple[int, in
 
     by_capacity, chosen, by_maximum, bounded = _sizes(stream, config, run)
     bounded = with_needed(bounded, needed)
-    by_audio = [run(chosen.config, audio_capacity=a) for a in audio_sizes(stream, chosen.config)]
+    audio = audio_sizes(stream, chosen.config, config.data.capacity)
+    by_audio = [run(chosen.config, audio_capacity=a) for a in audio]
     packers = [("first_fit", 1), *product(("first_fit", "best_fit"), BINS)]
     by_packer = [run(bounded, packing=p, packing_bins=b) for p, b in packers]
     overhead = min(o.overhead for o in by_packer)
@@ -119,10 +125,10 @@ def _sizes(
             "no document fits a buffer of the sizes that are tried; expected documents: correct data.manifest"
         )
     skipped, overhead = min(map(preference, by_capacity))
-    good = [
-        o for o in by_capacity if preference(o)[0] == skipped and o.overhead <= overhead + CAPACITY_TOLERANCE
-    ]
+    most = (1 + overhead) * (1 + CAPACITY_TOLERANCE)
+    good = [o for o in by_capacity if preference(o)[0] == skipped and 1 + o.overhead <= most]
     chosen = next((o for o in good if o.data.capacity == config.data.capacity), good[0])
+    chosen = next(o for o in good if o.documents.mean() >= AS_MANY * chosen.documents.mean())
     maxima = {*percentiles(chosen.documents), config.data.max_documents}
     by_maximum = [run(chosen.config, max_documents=m) for m in sorted(maxima)]
     return (
@@ -159,7 +165,8 @@ def _by_capacity(stream: Lengths, config: Config, run: Callable[..., Outcome]) -
     best = []
     for capacity in capacities(stream, config):
         base = with_data(config, capacity=capacity, max_documents=capacity, packing=packing)
-        outcomes = (run(base, audio_capacity=a) for a in audio_sizes(stream, base))
+        audio = audio_sizes(stream, base, config.data.capacity)
+        outcomes = (run(base, audio_capacity=a) for a in audio)
         best.append(min(outcomes, key=preference))
     return [outcome for outcome in best if outcome.buffers]
 
@@ -193,10 +200,15 @@ def _curves(
 
 def flops_per_slot(config: Config) -> tuple[float, float]:
     """(active parameters of a token slot, of an audio frame): a measure of work without attention."""
-    groups = parameter_groups(config)
-    decoder = sum(g.active for g in groups if g.part == "LLM")
-    frames, outputs = config.model.encoder.unit if config.model.encoder else (1, 1)
-    return float(decoder), sum(g.parameters for g in groups if g.part != "LLM") / (frames / outputs)
+    active = {part: 0.0 for part in PARTS}
+    for group in parameter_groups(config):
+        active[group.part] += group.active
+    if (front_end := config.model.encoder) is None:
+        return active["LLM"], 0.0
+    frames, outputs = front_end.unit
+    return active["LLM"], (
+        active["encoder"] * front_end.positions_per_unit + active["adapter"] * outputs
+    ) / frames
 
 
 def with_data(config: Config, **settings: Any) -> Config:
@@ -209,11 +221,14 @@ def audio_mean(stream: Lengths, config: Config) -> float:
     return float(config.data.capacity * stream.frames.sum() / slots_of(stream, config).sum())
 
 
-def audio_sizes(stream: Lengths, config: Config) -> list[int]:
+def audio_sizes(stream: Lengths, config: Config, configured: int) -> list[int]:
     """Audio capacities to try at the config's capacity; only 0 where there is no audio.
 
     They are the mean times 1 + each of SLACKS, the need of the longest document, and the frames of as many
-    outputs as there are token slots, which no buffer can exceed.
+    outputs as there are token slots. All but the second are at most the frames of as many outputs as there
+    are slots, or `configured` slots, the capacity without a choice: a window of 30 s that is encoded whole,
+    silence too, has few tokens where the recording is short, and a buffer full of tokens would need the
+    memory of many such windows. Where all pieces take the same frames, sizes are multiples of these.
     """
     data = config.data
     if not stream.frames.any():
@@ -221,16 +236,19 @@ def audio_sizes(stream: Lengths, config: Config) -> list[int]:
     front_end = config.model.audio_encoder
     unit, outputs = front_end.unit
     longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
-    wanted = [audio_mean(stream, config) * (1 + slack) for slack in SLACKS]
+    most = -(-max(data.capacity, configured) // outputs) * unit
+    wanted = [min(audio_mean(stream, config) * (1 + slack), most) for slack in SLACKS]
+    if len(alike := set(chain(*stream.pieces))) == 1:
+        unit = alike.pop()
     wanted += [longest, -(-data.capacity // outputs) * unit]
     least = front_end.longest_taken or 0
     return sorted({max(_multiple(size, unit), least) for size in wanted})
 
 
 def capacities(stream: Lengths, config: Config) -> list[int]:
-    """Capacities to try: from a quarter of the configured one to four times it or the longest document."""
+    """Capacities to try: from an eighth of the configured one to four times it or the longest document."""
     unit = _slot_unit(config)
-    wanted = [config.data.capacity * times for times in (0.25, 0.5, 1, 2, 4)]
+    wanted = [config.data.capacity * times for times in CAPACITIES]
     wanted[-1] = max(wanted[-1], int(slots_of(stream, config).max()))
     return sorted({_multiple(size, unit) for size in wanted})
 

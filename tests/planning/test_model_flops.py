@@ -8,8 +8,10 @@ from jaxthd.config import AdaptConfig, Config, EncoderConfig, LLMConfig, ModelCo
 from jaxthd.data.loader import BatchReport, RowReport
 from jaxthd.kernels.machine import peak_flops
 from jaxthd.models.blocks import MLP, Attention, MoE
+from jaxthd.models.front_ends.whisper.settings import Whisper
 from jaxthd.planning.model_flops import model_flops
 from jaxthd.planning.parameters import parameter_groups
+from jaxthd.planning.search import flops_per_slot
 
 DIM, FFN, VOCABULARY = 32, 96, 264
 LLM = LLMConfig(
@@ -63,6 +65,17 @@ def test_encoder_and_adapter_count_a_frame_of_80_ms_and_frozen_before_all_only_f
     assert model_flops(config)(ten_seconds) == 6 * 125 * sum(parts.values())
     frozen = replace(config, adapt=AdaptConfig(freeze=("encoder.*",)))
     assert model_flops(frozen)(ten_seconds) == 125 * (2 * parts["encoder"] + 6 * parts["adapter"])
+
+
+def test_layers_that_compute_more_positions_than_outputs_count_them_all():
+    """Whisper's layers run at 50 positions a second here, of which four make an audio token."""
+    config = replace(CONFIG, model=ModelConfig(encoder=Whisper(model_dim=16, heads=2, joined=4), llm=LLM))
+    groups = parameter_groups(config)
+    parts = {part: sum(x.parameters for x in groups if x.part == part) for part in ("encoder", "adapter")}
+    flops = model_flops(config)(report(0, 0, 10.0))
+    assert flops == pytest.approx(6 * (500 * parts["encoder"] + 125 * parts["adapter"]))
+    _, per_frame = flops_per_slot(config)
+    assert per_frame == pytest.approx(parts["encoder"] / 2 + parts["adapter"] / 8)
 
 
 def test_each_depth_of_multi_token_prediction_counts_with_the_head_once_more():

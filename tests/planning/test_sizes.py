@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from jaxthd.config import Config, DataConfig, TrainConfig
+from jaxthd.config import Config, DataConfig, ModelConfig, TrainConfig
 from jaxthd.config.values import Unset
 from jaxthd.files.run_folder import read_config, write_config
+from jaxthd.models.front_ends.whisper.settings import Whisper
 from jaxthd.planning import sizes
 from jaxthd.planning.lengths import draw, measure, read_examples
 from jaxthd.planning.search import SIZES, make_plan, with_data
@@ -66,6 +67,23 @@ def test_a_default_costs_at_most_a_tenth_more_than_what_plan_recommends(
     assert 1 + plan.configured.overhead <= 1.1 * (1 + plan.recommended.overhead)
     derived = make_plan(stream, config, epoch=DOCUMENTS).configured
     assert 1 + derived.overhead <= 1.1 * (1 + plan.recommended.overhead), "jaxthd plan shows what a run takes"
+
+
+def test_windows_that_are_mostly_silence_do_not_fill_a_buffer_of_tokens(tmp_path: Path):
+    """A recording of 2 s has about 40 slots, and a window of 30 s that is encoded whole: a buffer of 2,048
+    slots would hold 50 of them, 75,000 positions of the encoder."""
+    lines = [
+        {"audio_filepath": f"{i}.wav", "duration": 1.5 + i % 10 / 10, "text": "a" * (10 + i % 7)}
+        for i in range(200)
+    ]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    encoder = Whisper(model_dim=16, heads=2)
+    config = replace(on(str(tmp_path / "m.jsonl")), model=ModelConfig(encoder=encoder))
+    found = with_sizes(config, tmp_path / "run").data
+    windows, rest = divmod(found.audio_capacity, 2 * encoder.positions)
+    assert not rest and 4 <= windows <= found.max_documents
+    assert found.audio_capacity <= DataConfig().capacity * encoder.unit[0]
+    assert found.capacity <= 512
 
 
 def test_what_is_derived_is_said_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

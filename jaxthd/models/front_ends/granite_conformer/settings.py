@@ -89,6 +89,11 @@ class GraniteConformer(FrontEnd):
         return self.window, self.queries
 
     @property
+    def positions_per_unit(self) -> int:
+        """The Conformer's. The Q-Former, which has fewer, counts like it."""
+        return self.window
+
+    @property
     def dim(self) -> int:
         return self.query_dim
 

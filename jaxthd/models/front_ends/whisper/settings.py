@@ -94,6 +94,10 @@ class Whisper(FrontEnd):
         return 2 * self.joined, 1
 
     @property
+    def positions_per_unit(self) -> int:
+        return self.joined
+
+    @property
     def dim(self) -> int:
         return self.model_dim * (self.joined if self.join == "stack" else 1)
 
