@@ -69,9 +69,9 @@ def make_plan(stream: Lengths, config: Config, epoch: int, needed: tuple[int, in
         buckets are made. needed: token slots and audio frames that the recommended buffer has at least.
     Capacity: candidates skip the fewest documents, with work within CAPACITY_TOLERANCE of the best;
     the configured capacity is chosen if it is one of them, else the smallest. A still smaller one is taken
-    in its place where its buffers hold AS_MANY of the documents, so that slots would be empty. Audio capacity: that of least
-    overhead. Maximum of documents: the number that suffices for 99% of buffers if that costs at most
-    TOLERANCE, else for all. Packer: the fewest open buffers within TOLERANCE of the best.
+    in its place where its buffers hold AS_MANY of the documents, so that slots would be empty. Audio
+    capacity: that of least overhead. Maximum of documents: the number that suffices for 99% of buffers if
+    that costs at most TOLERANCE, else for all. Packer: the fewest open buffers within TOLERANCE of the best.
     """
     work = flops_per_slot(config)
 
