@@ -50,7 +50,7 @@ from jaxthd.inference.wer import aligned_words, make_normaliser, merges_compound
 from jaxthd.packing.document import Document
 from jaxthd.parallel.mesh import local_rows
 from jaxthd.parallel.processes import exchange, is_first
-from jaxthd.planning.sizes import with_answer_length
+from jaxthd.planning.sizes import with_answer_length, with_room
 from jaxthd.run.evaluations import (
     SUMMARY,
     checkpoint_of,
@@ -135,7 +135,7 @@ def evaluate(
         raise UserError("data.validation_manifest is empty; expected one set or more: name them")
     _require_guarded(config, guard)
     check(config)
-    config = with_answer_length(config.without_idle_mtp)
+    config = with_room(with_answer_length(config.without_idle_mtp))
     is_chosen = out is None
     weights, out, evaluated = _folder(config, weights, out, beside)
     with ExitStack() as stack:

@@ -12,6 +12,7 @@ import pytest
 from jaxthd.config import BlockSizes, Config
 from jaxthd.convert import export_weights
 from jaxthd.errors import UserError
+from jaxthd.evaluate import evaluate as evaluate_config
 from jaxthd.evaluate import main
 from jaxthd.files.jsonl import read_lines
 from jaxthd.inference.wer import make_normaliser
@@ -179,6 +180,26 @@ def test_training_manifests_are_not_read(
     assert not (out / "error_gallery.png").exists()
     assert not (out / "report.html").exists()
     assert read_lines(out / "manifest.jsonl") == []
+
+
+def test_documents_of_published_weights_have_room(
+    tmp_path: Path, manifest: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Published weights come without sizes, and documents of more slots than the default were skipped."""
+    line = {"audio_filepath": str(next(manifest.parent.glob("*.wav"))), "text": "word " * 600}
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps(line) + "\n")
+    built: list[Config] = []
+
+    def build(config: Config, weights: Any) -> Any:
+        built.append(config)
+        raise UserError("far enough")
+
+    monkeypatch.setattr("jaxthd.evaluate.Model", build)
+    data = replace(Config().data, validation_manifest=str(long))
+    with pytest.raises(UserError, match="far enough"):
+        evaluate_config(replace(Config(), data=data), ["folder"], tmp_path / "out")
+    assert built[0].data.capacity >= 3_000 > Config().data.capacity
 
 
 def test_results_depend_on_what_documents_are_made_of_and_not_on_the_mesh(tmp_path: Path):

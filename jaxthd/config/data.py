@@ -171,8 +171,8 @@ class DataConfig:
     the data."""
     capacity: int = Unset(2048)
     """Token slots of a buffer. A training run derives it from the lengths of its documents where it is not
-    given, as jaxthd plan does, and keeps it. jaxthd score has room for its longest one at least. Other
-    commands take the default."""
+    given, as jaxthd plan does, and keeps it. jaxthd score and evaluate have room for their longest one
+    at least. Other commands take the default."""
     max_documents: int = Unset(64)
     """Most documents in a buffer; the packer never exceeds it. Not given, it is derived as data.capacity."""
     audio_capacity: Index = Unset(16000)  # noqa: RUF009 - it cannot be changed
