@@ -132,7 +132,7 @@ class FrontEnd:
 
     @property
     def positions_per_unit(self) -> int:
-        """How many positions of a unit the module's layers compute, for counts of operations."""
+        """Positions of a unit that the module's layers compute, for counts of operations."""
         return self.unit[1]
 
     @property

@@ -225,10 +225,10 @@ def audio_sizes(stream: Lengths, config: Config, configured: int) -> list[int]:
     """Audio capacities to try at the config's capacity; only 0 where there is no audio.
 
     They are the mean times 1 + each of SLACKS, the need of the longest document, and the frames of as many
-    outputs as there are token slots. All but the second are at most the frames of as many outputs as there
-    are slots, or `configured` slots, the capacity without a choice: a window of 30 s that is encoded whole,
-    silence too, has few tokens where the recording is short, and a buffer full of tokens would need the
-    memory of many such windows. Where all pieces take the same frames, sizes are multiples of these.
+    outputs as there are token slots. The mean is bounded by the frames of as many outputs as there are slots,
+    here or in `configured`: a short recording in a window of 30 s that is encoded whole has few tokens, and
+    windows that fill a buffer with tokens would need too much memory. Where all pieces take the same frames,
+    sizes are multiples of these.
     """
     data = config.data
     if not stream.frames.any():
@@ -236,13 +236,11 @@ def audio_sizes(stream: Lengths, config: Config, configured: int) -> list[int]:
     front_end = config.model.audio_encoder
     unit, outputs = front_end.unit
     longest = int(stream.frames[slots_of(stream, config) <= data.capacity].max(initial=0))
-    most = -(-max(data.capacity, configured) // outputs) * unit
+    filled, most = (-(-slots // outputs) * unit for slots in (data.capacity, max(data.capacity, configured)))
     wanted = [min(audio_mean(stream, config) * (1 + slack), most) for slack in SLACKS]
-    if len(alike := set(chain(*stream.pieces))) == 1:
-        unit = alike.pop()
-    wanted += [longest, -(-data.capacity // outputs) * unit]
-    least = front_end.longest_taken or 0
-    return sorted({max(_multiple(size, unit), least) for size in wanted})
+    sizes, least = set(chain(*stream.pieces)), front_end.longest_taken or 0
+    whole = sizes.pop() if len(sizes) == 1 else unit
+    return sorted({max(_multiple(size, whole), least) for size in (*wanted, longest, filled)})
 
 
 def capacities(stream: Lengths, config: Config) -> list[int]:
