@@ -53,9 +53,9 @@ def _block_of(x: Array, start: Array, block: int) -> Array:
 
 
 def _added(x: Array, more: Array, start: Array) -> Array:
-    """x [..., S, D] with a block's values added."""
-    found = _block_of(x, start, more.shape[-2]) + more
-    return jax.lax.dynamic_update_slice_in_dim(x, found, start, axis=-2)
+    """x [..., S] with a block's values added."""
+    found = jax.lax.dynamic_slice_in_dim(x, start, more.shape[-1], axis=-1) + more
+    return jax.lax.dynamic_update_slice_in_dim(x, found, start, axis=-1)
 
 
 class _Queries(NamedTuple):
@@ -178,7 +178,7 @@ def attention_backward(
 
         def key_block(b: Array, carry: tuple[Array, Array | None, Array, Array]) -> tuple:
             """Adds the gradients of the pairs with the b-th block of keys."""
-            dq_KGQD, dshared_KGQX, dk_KSD, dv_KSV = carry
+            dq_KGQD, dshared_KGQX, dk_KDS, dv_KVS = carry
             start = queries.first + b * block
             k_KBD, v_KBV = (_block_of(x, start, block) for x in (k_KSD, v_KSV))
             shared_BX = None if shared_SX is None else _block_of(shared_SX, start, block)
@@ -192,13 +192,13 @@ def attention_backward(
             return (
                 dq_KGQD + dot("kgqb,kbd->kgqd", ds_KGQB, k_KBD),
                 dshared_KGQX,
-                _added(dk_KSD, dot("kgqb,kgqd->kbd", ds_KGQB, queries.q_KGQD), start),
-                _added(dv_KSV, dot("kgqb,kgqv->kbv", p_KGQB, dout_KGQV), start),
+                _added(dk_KDS, dot("kgqd,kgqb->kdb", queries.q_KGQD, ds_KGQB), start),
+                _added(dv_KVS, dot("kgqv,kgqb->kvb", dout_KGQV, p_KGQB), start),
             )
 
         zero = [None if x is None else jnp.zeros(x.shape, acc) for x in queries[:2]]
-        *own, dk_KSD, dv_KSV = jax.lax.fori_loop(0, queries.blocks, key_block, (*zero, *carry))
-        return (dk_KSD, dv_KSV), tuple(own)
+        *own, dk_KDS, dv_KVS = jax.lax.fori_loop(0, queries.blocks, key_block, (*zero, *carry))
+        return (dk_KDS, dv_KVS), tuple(own)
 
     in_block = usual_queries(block)
     queries = _Queries.of(q_NHD, shared, intervals, kv_heads, in_block)
@@ -207,10 +207,10 @@ def attention_backward(
     )
     (dk, dv), (dq, dshared) = jax.lax.scan(
         query_block,
-        (jnp.zeros(k_KSD.shape, acc), jnp.zeros(v_KSV.shape, acc)),
+        tuple(jnp.zeros(x.mT.shape, acc) for x in (k_KSD, v_KSV)),
         (queries, lse, dot, dout),
     )
-    dk_SKD, dv_SKV = (jnp.moveaxis(x, -2, 0)[:s] for x in (dk, dv))
+    dk_SKD, dv_SKV = (jnp.moveaxis(x, -1, 0)[:s] for x in (dk, dv))
     return tokens_of(dq, n), dk_SKD, dv_SKV, None if dshared is None else tokens_of(dshared, n)
 
 
