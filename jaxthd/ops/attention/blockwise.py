@@ -171,10 +171,10 @@ def attention_backward(
     finite_lse_NH = jnp.where(jnp.isfinite(lse_NH), lse_NH, 0)
 
     def query_block(
-        carry: tuple[Array, Array], xs: tuple[_Queries, Array, Array, Array]
+        carry: tuple[Array, Array], xs: tuple[_Queries, Array, Array, Array, Array, Array]
     ) -> tuple[tuple[Array, Array], tuple[Array, Array | None]]:
         """Adds a block of queries' gradients of keys and values; gives its own."""
-        queries, lse_KGQ1, dot_KGQ1, dout_KGQV = xs
+        queries, lse_KGQ1, dot_KGQ1, dout_KGQV, q_KDGQ, dout_KVGQ = xs
 
         def key_block(b: Array, carry: tuple[Array, Array | None, Array, Array]) -> tuple:
             """Adds the gradients of the pairs with the b-th block of keys."""
@@ -192,8 +192,8 @@ def attention_backward(
             return (
                 dq_KGQD + dot("kgqb,kbd->kgqd", ds_KGQB, k_KBD),
                 dshared_KGQX,
-                _added(dk_KDS, dot("kgqd,kgqb->kdb", queries.q_KGQD, ds_KGQB), start),
-                _added(dv_KVS, dot("kgqv,kgqb->kvb", dout_KGQV, p_KGQB), start),
+                _added(dk_KDS, dot("kdgq,kgqb->kdb", q_KDGQ, ds_KGQB), start),
+                _added(dv_KVS, dot("kvgq,kgqb->kvb", dout_KVGQ, p_KGQB), start),
             )
 
         zero = [None if x is None else jnp.zeros(x.shape, acc) for x in queries[:2]]
@@ -208,7 +208,7 @@ def attention_backward(
     (dk, dv), (dq, dshared) = jax.lax.scan(
         query_block,
         tuple(jnp.zeros(x.mT.shape, acc) for x in (k_KSD, v_KSV)),
-        (queries, lse, dot, dout),
+        (queries, lse, dot, dout, *(jnp.moveaxis(x, -1, 2) for x in (queries.q_KGQD, dout))),
     )
     dk_SKD, dv_SKV = (jnp.moveaxis(x, -1, 0)[:s] for x in (dk, dv))
     return tokens_of(dq, n), dk_SKD, dv_SKV, None if dshared is None else tokens_of(dshared, n)
