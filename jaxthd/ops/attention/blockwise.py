@@ -207,8 +207,8 @@ def attention_backward(
     )
     (dk, dv), (dq, dshared) = jax.lax.scan(
         query_block,
-        tuple(jnp.zeros(x.mT.shape, acc) for x in (k_KSD, v_KSV)),
-        (queries, lse, dot, dout, *(jnp.moveaxis(x, -1, 2) for x in (queries.q_KGQD, dout))),
+        (jnp.zeros(k_KSD.mT.shape, acc), jnp.zeros(v_KSV.mT.shape, acc)),
+        (queries, lse, dot, dout, jnp.moveaxis(queries.q_KGQD, -1, 2), jnp.moveaxis(dout, -1, 2)),
     )
     dk_SKD, dv_SKV = (jnp.moveaxis(x, -1, 0)[:s] for x in (dk, dv))
     return tokens_of(dq, n), dk_SKD, dv_SKV, None if dshared is None else tokens_of(dshared, n)
