@@ -67,7 +67,7 @@ def worker(how: signal.Signals) -> Callable[[Scene], Injected]:
         """A worker process of the loader or of rewards is killed, or hangs."""
         run = scene.run
         run.start()
-        seen = strike(scene._replace(wanted=scene.wanted or "stepping"))
+        seen = strike(scene._replace(wanted="stepping"))
         found = [each for process in run.processes for each in children(process.pid)]
         if not found:
             run.kill()
@@ -122,7 +122,7 @@ def _strike_one(scene: Scene) -> tuple[Run, int, Seen]:
     """(the run, the process that the fault is for, what that was doing), once all have found each other."""
     scene.run.start()
     rank = int(scene.rng.integers(len(scene.run.processes)))
-    wanted = scene.wanted or str(scene.rng.choice(["restoring", "compiling", "stepping", "saving"]))
+    wanted = str(scene.rng.choice(["restoring", "compiling", "stepping", "saving"]))
     return scene.run, rank, strike(scene._replace(wanted=wanted), rank)
 
 

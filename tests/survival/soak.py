@@ -98,11 +98,13 @@ class Soak:
         lines: list[dict[str, Any]] = []
         while _counted(lines, names) < most and len(lines) < IN_A_CASE:
             name = self._next(run, lines, names)
+            if names and name not in names:  # a fault that needs checkpoints
+                self._until_saved(run)
+                if kind.steps in run.saved():
+                    break
+                continue
             began = time.monotonic()
-            # A fault that needs checkpoints: kills between saves bring the run no further.
-            wanted = "saving" if names and name not in names else ""
-            scene = Scene(run, rng, self._disk, self._server, wanted)
-            seen, end, holds = FAULTS[name].inject(scene)
+            seen, end, holds = FAULTS[name].inject(Scene(run, rng, self._disk, self._server))
             run.kill()
             place = {"case": case, "seed": self._seed, "number": len(lines), "run": kind.name, "fault": name}
             what = {"phase": seen.phase, "evidence": seen.evidence, "step": run.step(), "end": end}
@@ -121,6 +123,13 @@ class Soak:
         run.clear()
         if not apart:
             run.log_file.unlink()
+
+    def _until_saved(self, run: Run) -> None:
+        """Lets the run go on until it has two checkpoints, and ends it."""
+        run.start()
+        if not run.wait(lambda: len(run.saved()) > 1) or len(run.saved()) < 2:
+            raise RuntimeError(f"the run saves no two checkpoints: {run.log()[-3000:]}")
+        run.kill()
 
     def _data(self, kind: Kind) -> str:
         folder = self.folder / ("poison" if kind.poison else "data")
