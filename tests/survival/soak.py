@@ -96,12 +96,10 @@ class Soak:
         run.clear()
         self._stack.callback(run.kill)
         lines: list[dict[str, Any]] = []
-        while _counted(lines, names) < most and len(lines) < IN_A_CASE:
+        while _counted(lines, names) < most and len(lines) < IN_A_CASE and kind.steps not in run.saved():
             name = self._next(run, lines, names)
             if names and name not in names:  # a fault that needs checkpoints
                 self._until_saved(run)
-                if kind.steps in run.saved():
-                    break
                 continue
             began = time.monotonic()
             seen, end, holds = FAULTS[name].inject(Scene(run, rng, self._disk, self._server))
@@ -110,8 +108,6 @@ class Soak:
             what = {"phase": seen.phase, "evidence": seen.evidence, "step": run.step(), "end": end}
             lines.append(place | what | {"holds": holds, "seconds": round(time.monotonic() - began, 1)})
             self._say(line_text(lines[-1]))
-            if kind.steps in run.saved():
-                break
         run.start()
         statuses = run.end()
         result = json.loads(json.dumps(run.result()))
@@ -127,7 +123,8 @@ class Soak:
     def _until_saved(self, run: Run) -> None:
         """Lets the run go on until it has two checkpoints, and ends it."""
         run.start()
-        if not run.wait(lambda: len(run.saved()) > 1) or len(run.saved()) < 2:
+        run.wait(lambda: len(run.saved()) > 1)
+        if len(run.saved()) < 2:
             raise RuntimeError(f"the run saves no two checkpoints: {run.log()[-3000:]}")
         run.kill()
 

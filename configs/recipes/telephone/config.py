@@ -4,10 +4,10 @@ r"""A new domain with words to boost: the base learns telephone speech, and to u
         --workdir runs/recipes/telephone
     jaxthd evaluate runs/recipes/telephone --guard lists telephone english --contamination
 
-Names of callers sound like other names (stephen, steven). Half of the draws have a list of names in the
-prompt, of which one is said; a quarter have the same kind of recordings without a list; a quarter are the
-base's English. The sets "lists" and "telephone" have the same 500 recordings, so the difference between them
-is what a list gives. Voices and texts are not in the training sets.
+Names of callers sound like other names (stephen, steven). Half of the draws have a list in the prompt: the
+names that are said, and up to three others. A quarter are such recordings without a list, and a quarter are
+the base's English. The sets "lists" and "telephone" have the same 500 recordings, so the difference between
+them is what a list gives. Voices and texts are not in the training sets.
 configs/recipes/README.md has the record.
 """
 
