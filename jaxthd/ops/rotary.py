@@ -28,11 +28,13 @@ def rotated(
     frequency_f = jnp.asarray(frequencies(rope, rope.rotated(x_NHd.shape[-1])), acc)
     angle_N1f = (positions_N.astype(acc)[:, None] * frequency_f)[:, None]
     cos, sin = (rope.rotation_factor * f(angle_N1f) for f in (jnp.cos, jnp.sin))
-    half = len(frequency_f)
-    first, second, rest = jnp.split(x_NHd.astype(acc), (half, 2 * half), axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], -1).astype(
-        x_NHd.dtype
-    )
+    r = 2 * len(frequency_f)
+    halves_NH2f = x_NHd[..., :r].astype(acc).reshape(*x_NHd.shape[:-1], 2, -1)
+    cos_N12f, sin_N12f = jnp.stack([cos, cos], -2), jnp.stack([-sin, sin], -2)
+    # A concatenation of the two halves, and its gradient's, would be a pass over memory of its own.
+    turned_NH2f = halves_NH2f * cos_N12f + halves_NH2f[..., ::-1, :] * sin_N12f
+    turned_NHr = turned_NH2f.reshape(*x_NHd.shape[:-1], r).astype(x_NHd.dtype)
+    return turned_NHr if r == x_NHd.shape[-1] else jnp.concatenate([turned_NHr, x_NHd[..., r:]], -1)
 
 
 @lru_cache

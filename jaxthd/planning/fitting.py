@@ -7,11 +7,13 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import jax
+from flax import nnx
 from jax.sharding import Mesh
 
 from jaxthd.config import Config
 from jaxthd.kernels.machine import host_memory
 from jaxthd.packing.batch import Batch
+from jaxthd.parallel.params import metadata
 from jaxthd.parallel.processes import exchange
 from jaxthd.planning.compiled_step import step_bytes
 from jaxthd.steps.blueprint import Blueprint
@@ -23,6 +25,8 @@ ROOM = 0.8
 """Share of a device's memory that a step may take to keep activations; validation needs room too."""
 CHOICES: tuple[Literal["none", "selective"], ...] = ("none", "selective")
 """Values of compute.remat that are tried, in this order, before "full"."""
+WRITTEN_LAYERS = 16
+"""The most layers of a loop that is written out where nothing is said: compilation takes longer with each."""
 
 
 T = TypeVar("T")
@@ -33,21 +37,30 @@ def first_that_fits(
     memory: int | float | None,
     compiled: Callable[[Config], tuple[T, int | None]],
     say: Callable[[str], None],
+    *,
+    writes_layers: bool = False,
 ) -> T:
     """Decides on compute.remat "auto": the first of CHOICES whose step takes at most ROOM of a device, else
     "full", which is taken at once where the memory is None: not known.
 
     compiled: (config) -> (its compiled step, the bytes that it needs, or None if they are too many for the
-    compiler). say: prints what was chosen. Returns the first of what `compiled` returns.
+    compiler). say: prints what was chosen. writes_layers: whether the first choice has its layers written out
+    (compute.unroll_layers); where that does not fit, loops are tried. Returns the first of what `compiled`
+    returns.
     """
     if config.compute.remat != "auto":
         return compiled(config)[0]
     if memory is None:
         return compiled(_with(config, "full"))[0]
-    for choice in CHOICES:
-        step, needed = compiled(_with(config, choice))
+    configs = [_with(config, choice) for choice in CHOICES]
+    if writes_layers:
+        configs.insert(0, replace(configs[0], compute=replace(configs[0].compute, unroll_layers=True)))
+    for each in configs:
+        step, needed = compiled(each)
         if needed is not None and needed <= ROOM * memory:
-            say(f"compute.remat: {choice}; a step takes {size_text(needed)} of {size_text(memory)} a device")
+            layers = ", layers written out" if each.compute.unroll_layers else ""
+            takes = f"a step takes {size_text(needed)} of {size_text(memory)} a device"
+            say(f"compute.remat: {each.compute.remat}{layers}; {takes}")
             return step
     say(f"compute.remat: full; to keep more takes over {ROOM:.0%} of {size_text(memory)} a device")
     return compiled(_with(config, "full"))[0]
@@ -58,8 +71,9 @@ def fitting_step(
 ) -> Any:
     """make_train_step, with what first_that_fits decides by the memory of the devices.
 
-    The step that is taken is not compiled again. All processes call it together, and choose alike: memory is
-    that of the machines, not what is free.
+    On one CPU device layers are written out where their loops have at most WRITTEN_LAYERS: nothing is copied
+    into the loops' stacks then. The step that is taken is not compiled again. All processes call it together,
+    and choose alike: memory is that of the machines, not what is free.
     """
 
     def compiled(config: Config) -> tuple[Any, int | None]:
@@ -67,7 +81,17 @@ def fitting_step(
         step: Any = make_train_step(Blueprint(config), mesh)
         return step, _bytes_of(step, state, batch) if config is not blueprint.config else None
 
-    return first_that_fits(blueprint.config, device_memory(), compiled, say)
+    is_one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
+    writes_layers = is_one_cpu and _longest_loop(blueprint) <= WRITTEN_LAYERS
+    return first_that_fits(blueprint.config, device_memory(), compiled, say, writes_layers=writes_layers)
+
+
+def _longest_loop(blueprint: Blueprint) -> int:
+    """The most layers of one kind that are stacked."""
+    params = nnx.state(blueprint.model, nnx.Param)
+    stacked, shapes = metadata(params, "stacked"), nnx.to_pure_dict(params)
+    lengths = jax.tree.map(lambda dims, x: x.shape[0] if dims else 1, stacked, shapes)
+    return max(jax.tree.leaves(lengths))
 
 
 def _with(config: Config, remat: Literal["none", "selective", "full"]) -> Config:

@@ -14,7 +14,7 @@ from flax import nnx
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxthd.config import Config
+from jaxthd.config import Config, MeshConfig
 from jaxthd.kernels.xla_options import jit_for
 from jaxthd.models.adapt import join, keeps_router_biases, split
 from jaxthd.models.blocks import Routing
@@ -25,6 +25,7 @@ from jaxthd.parallel.mesh import AXES, PIPELINE, TENSOR, TOKEN_AXES, batch_specs
 from jaxthd.parallel.params import metadata
 from jaxthd.parallel.pipeline import accumulate
 from jaxthd.parallel.pipeline_tick import Largest
+from jaxthd.parallel.tensor import psum_live
 from jaxthd.steps.blueprint import Blueprint, Tree
 from jaxthd.steps.forward import (
     CTC,
@@ -130,7 +131,7 @@ def loss_and_gradient(
             forward.pipelined, blueprint.schedule, split_params(own), encoder, batches, extra_share
         )
         routing = jax.tree.map(lambda x: x.reshape(-1, *x.shape[2:]), step.extra)
-        gradients = _sum_copies(merged_gradients(step.gradients), trained_specs)
+        gradients = _sum_copies(merged_gradients(step.gradients), trained_specs, blueprint.config.mesh)
         outputs: HeadOutputs = step.out
         objective, ctc = jax.lax.psum((outputs.objective, outputs.ctc), AXES)
         future = outputs.future
@@ -179,7 +180,7 @@ def _with_whole_aux(routing: Routing | None) -> Routing | None:
     return routing and routing._replace(aux=jax.lax.psum(routing.aux, (*TOKEN_AXES, TENSOR)))
 
 
-def _sum_copies(gradients: Tree, specs: Tree) -> Tree:
+def _sum_copies(gradients: Tree, specs: Tree, mesh: MeshConfig) -> Tree:
     """Sums gradients over the ranks that hold the same shard of a parameter."""
     leaves, tree = jax.tree.flatten(gradients)
     by_axes: dict[tuple[str, ...], list[int]] = {}
@@ -187,9 +188,8 @@ def _sum_copies(gradients: Tree, specs: Tree) -> Tree:
         sharded = {axis for axes in spec if axes for axis in ((axes,) if isinstance(axes, str) else axes)}
         by_axes.setdefault(tuple(a for a in AXES if a not in sharded), []).append(i)
     for axes, members in by_axes.items():
-        if axes:
-            for i, total in zip(members, jax.lax.psum([leaves[i] for i in members], axes), strict=True):
-                leaves[i] = total
+        for i, total in zip(members, psum_live([leaves[i] for i in members], axes, mesh), strict=True):
+            leaves[i] = total
     return jax.tree.unflatten(tree, leaves)
 
 
