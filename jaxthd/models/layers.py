@@ -13,6 +13,7 @@ from jax import Array
 from jaxtyping import Float
 
 from jaxthd.models.lora_tokens import dropped, is_on_everywhere, where_adapted
+from jaxthd.ops.activations import silu
 from jaxthd.ops.fp8 import fp8_product
 from jaxthd.ops.norms import gated_rms_norm, layer_norm, rms_norm
 from jaxthd.ops.numerics import accumulation_dtype
@@ -66,7 +67,7 @@ class RMSNorm(nnx.Module):
         if self.ranks_of_group == 1:
             return gated_rms_norm(self.groups, self.eps, y_ND, z_ND, self._weight())
         acc = accumulation_dtype(z_ND)
-        return self(y_ND.astype(acc) * jax.nn.silu(z_ND.astype(acc))).astype(z_ND.dtype)
+        return self(y_ND.astype(acc) * silu(z_ND.astype(acc))).astype(z_ND.dtype)
 
     def of_heads(self, x_NHD: Float[Array, "N H D"]) -> Float[Array, "N H D"]:
         """Each head by itself, all with the same weight."""

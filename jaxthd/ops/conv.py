@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float, Int32
 
+from jaxthd.ops import activations
 from jaxthd.ops.neighbours import Neighbours, extended
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.scan.state_passing import gathered_chunks
@@ -148,17 +149,15 @@ def _convolved(
     Only x is kept for the backward pass; autodiff would keep what each tap saw.
     """
     y_RSLC = _sum_of_taps(_seen(x_RSLC, halo_RSkC, positions_RSL), w_KC, bias_C, more)
-    return (jax.nn.silu(y_RSLC) if silu else y_RSLC).astype(x_RSLC.dtype)
+    return (activations.silu(y_RSLC) if silu else y_RSLC).astype(x_RSLC.dtype)
 
 
 def _seen(x_RSLC: Array, halo_RSkC: Array, positions_RSL: Array) -> list[Array]:
     """For each j = 0 .. k, the tokens j before each token; 0 where those belong to another document."""
     reach, length = halo_RSkC.shape[2], x_RSLC.shape[2]
-    seen = []
-    for j in range(reach + 1):
-        back_RSLC = jnp.concatenate([halo_RSkC[:, :, reach - j :], x_RSLC], axis=2)[:, :, :length]
-        seen.append(jnp.where(positions_RSL[..., None] >= j, back_RSLC, 0))
-    return seen
+    longer_RSMC = jnp.concatenate([halo_RSkC, x_RSLC], axis=2)
+    back = [longer_RSMC[:, :, reach - j : reach - j + length] for j in range(reach + 1)]
+    return [jnp.where(positions_RSL[..., None] >= j, each, 0) for j, each in enumerate(back)]
 
 
 def _sum_of_taps(seen: list[Array], w_KC: Array, bias_C: Array, more: _More | None) -> Array:
@@ -189,10 +188,12 @@ def _convolved_backward(silu: bool, given: tuple[Any, ...], dy_RSLC: Array) -> t
     dbias_C = dz_RSLC.sum((0, 1, 2), dtype=acc)
     dmore = more and more.back(dz_RSLC)
     # The gradient of token i that token i + j sends back, halo included.
-    dpadded_RSMC = jnp.zeros((), acc)
+    around = [(0, 0), (0, 0), (reach, reach)]
+    dz_RSWC, positions_RSW = jnp.pad(dz_RSLC, [*around, (0, 0)]), jnp.pad(positions_RSL, around)
+    dpadded_RSMC, longer = jnp.zeros((), acc), reach + x_RSLC.shape[2]
     for j, w_C in enumerate(w_KC[::-1]):
-        taken_RSLC = jnp.where(positions_RSL[..., None] >= j, w_C.astype(acc) * dz_RSLC, 0)
-        dpadded_RSMC += jnp.pad(taken_RSLC, [(0, 0), (0, 0), (reach - j, j), (0, 0)])
+        reached = positions_RSW[:, :, j : j + longer, None] >= j
+        dpadded_RSMC += jnp.where(reached, w_C.astype(acc) * dz_RSWC[:, :, j : j + longer], 0)
     dhalo_RSkC, dx_RSLC = jnp.split(dpadded_RSMC.astype(x_RSLC.dtype), [reach], axis=2)
     return dx_RSLC, dhalo_RSkC, dw_KC.astype(w_KC.dtype), dbias_C.astype(bias_C.dtype), dmore, None
 

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
+from jaxthd.ops.activations import silu
 from jaxthd.ops.numerics import accumulation_dtype
 
 
@@ -54,7 +55,7 @@ def _gated_rms_norm_backward(
     wide_NI = z_NI.astype(acc)
     sigmoid_NI = jax.nn.sigmoid(wide_NI)
     dz_NI = dgated_NI * y_NI.astype(acc) * (sigmoid_NI * (1 + wide_NI * (1 - sigmoid_NI)))
-    return (dgated_NI * jax.nn.silu(wide_NI)).astype(y_NI.dtype), dz_NI.astype(z_NI.dtype), dw_I
+    return (dgated_NI * silu(wide_NI)).astype(y_NI.dtype), dz_NI.astype(z_NI.dtype), dw_I
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -128,7 +129,7 @@ def _grouped(groups: int, x_NI: Array) -> Array:
 
 def _gated(y_NI: Array, z_NI: Array) -> Array:
     acc = accumulation_dtype(z_NI)
-    return y_NI.astype(acc) * jax.nn.silu(z_NI.astype(acc))
+    return y_NI.astype(acc) * silu(z_NI.astype(acc))
 
 
 def _centred(x_NI: Array) -> Array:

@@ -22,6 +22,7 @@ from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table, matrix
 from jaxthd.models.blocks.contract import Prefilled, residual_std
 from jaxthd.models.layers import Linear, RMSNorm
+from jaxthd.ops.activations import silu
 from jaxthd.ops.conv import causal_conv, last_inputs, next_inputs
 from jaxthd.ops.delta.rule import DeltaInputs
 from jaxthd.ops.delta.split_documents import outputs_and_states
@@ -167,7 +168,7 @@ class DeltaMixer(nnx.Module):
     ) -> tuple[Float[Array, "N D"], list[Array]]:
         last_nkC, state_nHKV = map(now.latest, state)
         window_NKC, last_nLkC = next_inputs(last_nkC, now.by_document(self._project(x_ND)))
-        convolved_NC = jax.nn.silu((window_NKC * self._taps(x_ND.dtype)).sum(axis=1))
+        convolved_NC = silu((window_NKC * self._taps(x_ND.dtype)).sum(axis=1))
         inputs = self._by_head(convolved_NC, self._decays(x_ND), self._rates(x_ND))
         acc, heads = state_nHKV.dtype, state_nHKV.shape[1]
         q_NHK, k_NHK = (jnp.repeat(x, heads // x.shape[1], axis=1).astype(acc) for x in inputs[:2])
@@ -227,7 +228,7 @@ class DeltaMixer(nnx.Module):
         return self.out((normed_NI * gate_NI).astype(x_ND.dtype))
 
     def _gate(self, x_ND: Array, dtype: Any) -> Array:
-        return jax.nn.silu(self.z(x_ND).astype(dtype))
+        return silu(self.z(x_ND).astype(dtype))
 
 
 def delta_rule(segments: Segments, inputs: DeltaInputs) -> Array:

@@ -22,6 +22,7 @@ from jaxthd.config.values import DERIVED
 from jaxthd.files.tensor_names import Table, matrix, rows
 from jaxthd.models.blocks.contract import Prefilled, residual_std, step_bias
 from jaxthd.models.layers import Linear, RMSNorm
+from jaxthd.ops.activations import silu
 from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.conv import causal_conv, last_inputs, next_inputs
 from jaxthd.ops.numerics import accumulation_dtype
@@ -182,7 +183,7 @@ class Mamba2Mixer(nnx.Module):
         last_nkC, state_nHPS = map(now.latest, state)
         window_NKC, last_nLkC = next_inputs(last_nkC, now.by_document(self._project(x_ND)))
         taps_KC, bias_C = self._taps(x_ND.dtype)
-        convolved_NC = jax.nn.silu(bias_C + (window_NKC * taps_KC).sum(axis=1))
+        convolved_NC = silu(bias_C + (window_NKC * taps_KC).sum(axis=1))
         x_NHP, dt_NH, a_H, b_NGS, c_NGS = self._by_head(
             convolved_NC, self._time_steps(x_ND), self._rates(x_ND)
         )
@@ -252,7 +253,7 @@ class Mamba2Mixer(nnx.Module):
             return self.out(self.norm.gated(y_NI, z_NI))
         acc = accumulation_dtype(z_NI)
         y_NI = y_NI.astype(acc) if self.norm is None else self.norm(y_NI.astype(acc))
-        return self.out((y_NI * jax.nn.silu(z_NI.astype(acc))).astype(z_NI.dtype))
+        return self.out((y_NI * silu(z_NI.astype(acc))).astype(z_NI.dtype))
 
 
 register_block(Mamba2)
