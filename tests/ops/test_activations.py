@@ -45,3 +45,13 @@ def test_the_backward_pass_keeps_the_inputs_alone(name: str) -> None:
     out, back = jax.vjp(kept, *[x] * arguments)
     assert len(jax.tree.leaves(back)) <= arguments + 1  # and the output, which takes no more memory
     assert all(leaf.dtype == x.dtype for leaf in back(out))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_silu_is_finite_where_an_exponential_is_not(dtype: str) -> None:
+    x = jnp.asarray([-1000.0, -100.0, 0.0, 100.0, 1000.0], dtype)
+    out, back = jax.vjp(jax.jit(silu), x)
+    np.testing.assert_allclose(np.asarray(out, np.float32), [0, 0, 0, 100, 1000], atol=1e-30)
+    np.testing.assert_allclose(
+        np.asarray(back(jnp.ones_like(x))[0], np.float32), [0, 0, 0.5, 1, 1], atol=1e-30
+    )

@@ -24,24 +24,47 @@ def run() -> tuple[Any, ...]:
     return blueprint, mesh, filled_state(blueprint, mesh), put_batch(batch_of([5, 20, 11], 1), mesh)
 
 
+def _made(blueprint: Blueprint, _: Any) -> str:
+    """A step that names its choice, and is not compiled."""
+    compute = blueprint.config.compute
+    return compute.remat + (", layers written out" if compute.unroll_layers else "")
+
+
 def test_the_first_choice_that_fits_is_taken(run: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
-    """Made steps name their choice, so that none is compiled: each needs half of the one before."""
-    needed = {"none": 4000, "selective": 2000}
-    monkeypatch.setattr(fitting, "make_train_step", lambda blueprint, _: blueprint.config.compute.remat)
+    needed = {"none, layers written out": 8000, "none": 4000, "selective": 2000}
+    monkeypatch.setattr(fitting, "make_train_step", _made)
     monkeypatch.setattr(fitting, "_bytes_of", lambda step, *_: needed.get(step))
     said: list[str] = []
-    for memory, choice in ((5000, "none"), (4999, "selective"), (2500, "selective"), (2499, "full")):
+    expected = {
+        10_000: "none, layers written out",
+        9999: "none",
+        5000: "none",
+        4999: "selective",
+        2500: "selective",
+        2499: "full",
+    }
+    for memory, choice in expected.items():
         monkeypatch.setattr(fitting, "device_memory", lambda memory=memory: memory)
         assert fitting_step(*run, said.append) == choice
         assert f"compute.remat: {choice}; " in said[-1]
     monkeypatch.setattr(fitting, "device_memory", lambda: None)
     assert fitting_step(*run, said.append) == "full"
-    assert len(said) == 4
+    assert len(said) == len(expected)
+
+
+def test_loops_over_many_layers_stay_loops(run: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
+    """The decoder of `run` has two layers of each kind."""
+    monkeypatch.setattr(fitting, "make_train_step", _made)
+    monkeypatch.setattr(fitting, "_bytes_of", lambda *_: 1)
+    monkeypatch.setattr(fitting, "WRITTEN_LAYERS", 2)
+    assert fitting_step(*run, [].append) == "none, layers written out"
+    monkeypatch.setattr(fitting, "WRITTEN_LAYERS", 1)
+    assert fitting_step(*run, [].append) == "none"
 
 
 def test_what_is_given_is_not_chosen(run: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch):
     blueprint, *others = run
-    monkeypatch.setattr(fitting, "make_train_step", lambda blueprint, _: blueprint.config.compute.remat)
+    monkeypatch.setattr(fitting, "make_train_step", _made)
     config = blueprint.config
     given = Blueprint(replace(config, compute=replace(config.compute, remat="layers")))
     assert fitting_step(given, *others, [].append) == "layers"
@@ -61,7 +84,7 @@ def test_a_step_that_is_taken_is_compiled_once(run: tuple[Any, ...]):
     finally:
         jax.monitoring.unregister_event_duration_listener(listen)
     assert not [event for event in events if "backend_compile" in event]
-    assert "compute.remat: none; " in said[0]
+    assert "compute.remat: none, layers written out; " in said[0]
 
 
 def test_simulated_devices_share_the_memory_of_their_machine():
