@@ -4,7 +4,7 @@ r"""Speakers: the base learns to write down who says what.
         --workdir runs/recipes/speakers
     jaxthd evaluate runs/recipes/speakers --guard speakers english
 
-In a recording one or two voices speak in turn, and the transcript names them: `[S1] move the light [S2] left`.
+In a recording one or two voices speak in turn. The transcript names them: `[S1] move the light [S2] left`.
 cpWER judges it: all that a speaker says is joined, and compared under the naming that fits best. One draw in
 four is the base's own data, whose transcripts name nobody.
 configs/recipes/README.md has the record.
