@@ -86,7 +86,7 @@ class ComputeConfig:
     scans are kept. "layers": those inside a layer; its input is kept. "full": those inside a repeat of the
     decoder's pattern, inside a block of the encoder and inside what is before its blocks. "auto": jaxthd
     train takes the first of none, selective and full whose compiled step fits into the devices' memory (on
-    one CPU device, none with unroll_layers before all, for models of up to 16 layers of a kind); other
+    one CPU device, none with unroll_layers before these, for models of up to 16 layers of each kind); other
     commands take full."""
     num_speculative_tokens: Index = 0
     """Tokens that decoding drafts at a time, by the first depth of multi-token prediction

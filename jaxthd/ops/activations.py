@@ -46,31 +46,34 @@ relu_squared.defvjp(
 )
 
 
-@jax.custom_jvp
-def _silu(x: Array) -> Array:
-    """Ends with a division. XLA on CPUs repeats a product in each loop that reads it, with all that it was
-    made of, such as a convolution; a division it writes to memory."""
+@jax.custom_vjp
+def silu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """x sigmoid(x).
+
+    It ends with a division. XLA on CPUs repeats a product in each loop that reads it, with all that it was
+    made of, such as a convolution; a division it writes to memory.
+    """
     return x / (1 + jnp.exp(-x))
 
 
-@_silu.defjvp
-def _silu_jvp(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
-    """The derivative by sigmoids, which are finite where exp(-x) is not."""
-    (x,), (dx,) = primals, tangents
+def silu_slope(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """The derivative of silu, by sigmoids, which are finite where exp(-x) is not."""
     gate = jax.nn.sigmoid(x)
-    return _silu(x), dx * (gate * (1 + x * (1 - gate)))
+    return gate * (1 + x * (1 - gate))
 
 
-@from_inputs
-def silu(x: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
-    """x sigmoid(x)."""
-    return _silu(x)
+def _silu_backward(x: Array, dout: Array) -> tuple[Array]:
+    acc = accumulation_dtype(dout)
+    return ((dout.astype(acc) * silu_slope(x.astype(acc))).astype(x.dtype),)
+
+
+silu.defvjp(lambda x: (silu(x), x), _silu_backward)
 
 
 @from_inputs
 def silu_gated(x: Float[Array, "*shape"], gate: Float[Array, "*shape"]) -> Float[Array, "*shape"]:
     """x silu(gate)."""
-    return _silu(gate) * x
+    return silu(gate) * x
 
 
 @from_inputs

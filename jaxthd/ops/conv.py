@@ -177,8 +177,7 @@ def _convolved_backward(silu: bool, given: tuple[Any, ...], dy_RSLC: Array) -> t
     acc, reach = accumulation_dtype(x_RSLC), len(seen) - 1
     dz_RSLC = dy_RSLC.astype(acc)
     if silu:
-        gate_RSLC = jax.nn.sigmoid(z_RSLC := _sum_of_taps(seen, w_KC, bias_C, more))
-        dz_RSLC = dz_RSLC * gate_RSLC * (1 + z_RSLC * (1 - gate_RSLC))
+        dz_RSLC = dz_RSLC * activations.silu_slope(_sum_of_taps(seen, w_KC, bias_C, more))
     # The barrier has what the taps saw computed again. Otherwise XLA keeps it for both uses, in k + 1 arrays.
     # And dz goes through memory in x's dtype; the sums over it are in `acc`.
     dz_RSLC = dz_RSLC.astype(x_RSLC.dtype)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Bool, Float
 
-from jaxthd.ops.activations import silu
+from jaxthd.ops.activations import silu, silu_slope
 from jaxthd.ops.numerics import accumulation_dtype
 
 
@@ -53,8 +53,7 @@ def _gated_rms_norm_backward(
     gated_NGi = _grouped(groups, _gated(y_NI, z_NI))
     dgated_NI, dw_I = _normed_back(gated_NGi, w_I, dout_NI.astype(acc), eps)
     wide_NI = z_NI.astype(acc)
-    sigmoid_NI = jax.nn.sigmoid(wide_NI)
-    dz_NI = dgated_NI * y_NI.astype(acc) * (sigmoid_NI * (1 + wide_NI * (1 - sigmoid_NI)))
+    dz_NI = dgated_NI * y_NI.astype(acc) * silu_slope(wide_NI)
     return (dgated_NI * silu(wide_NI)).astype(y_NI.dtype), dz_NI.astype(z_NI.dtype), dw_I
 
 

@@ -26,7 +26,7 @@ ROOM = 0.8
 CHOICES: tuple[Literal["none", "selective"], ...] = ("none", "selective")
 """Values of compute.remat that are tried, in this order, before "full"."""
 WRITTEN_LAYERS = 16
-"""The most layers of a loop that is written out where nothing is said: compilation takes longer with each."""
+"""The most layers of one kind that are written out where nothing is said: each takes time to compile."""
 
 
 T = TypeVar("T")
@@ -51,10 +51,10 @@ def first_that_fits(
     if config.compute.remat != "auto":
         return compiled(config)[0]
     if memory is None:
-        return compiled(_with(config, "full"))[0]
-    configs = [_with(config, choice) for choice in CHOICES]
+        return compiled(_with(config, remat="full"))[0]
+    configs = [_with(config, remat=choice) for choice in CHOICES]
     if writes_layers:
-        configs.insert(0, replace(configs[0], compute=replace(configs[0].compute, unroll_layers=True)))
+        configs.insert(0, _with(config, remat=CHOICES[0], unroll_layers=True))
     for each in configs:
         step, needed = compiled(each)
         if needed is not None and needed <= ROOM * memory:
@@ -63,7 +63,7 @@ def first_that_fits(
             say(f"compute.remat: {each.compute.remat}{layers}; {takes}")
             return step
     say(f"compute.remat: full; to keep more takes over {ROOM:.0%} of {size_text(memory)} a device")
-    return compiled(_with(config, "full"))[0]
+    return compiled(_with(config, remat="full"))[0]
 
 
 def fitting_step(
@@ -71,9 +71,9 @@ def fitting_step(
 ) -> Any:
     """make_train_step, with what first_that_fits decides by the memory of the devices.
 
-    On one CPU device layers are written out where their loops have at most WRITTEN_LAYERS: nothing is copied
-    into the loops' stacks then. The step that is taken is not compiled again. All processes call it together,
-    and choose alike: memory is that of the machines, not what is free.
+    On one CPU device layers are written out if there are at most WRITTEN_LAYERS of each kind: nothing is
+    copied into the stacks of loops then. The step that is taken is not compiled again. All processes call it
+    together, and choose alike: memory is that of the machines, not what is free.
     """
 
     def compiled(config: Config) -> tuple[Any, int | None]:
@@ -82,11 +82,11 @@ def fitting_step(
         return step, _bytes_of(step, state, batch) if config is not blueprint.config else None
 
     is_one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    writes_layers = is_one_cpu and _longest_loop(blueprint) <= WRITTEN_LAYERS
+    writes_layers = is_one_cpu and _most_layers(blueprint) <= WRITTEN_LAYERS
     return first_that_fits(blueprint.config, device_memory(), compiled, say, writes_layers=writes_layers)
 
 
-def _longest_loop(blueprint: Blueprint) -> int:
+def _most_layers(blueprint: Blueprint) -> int:
     """The most layers of one kind that are stacked."""
     params = nnx.state(blueprint.model, nnx.Param)
     stacked, shapes = metadata(params, "stacked"), nnx.to_pure_dict(params)
@@ -94,8 +94,8 @@ def _longest_loop(blueprint: Blueprint) -> int:
     return max(jax.tree.leaves(lengths))
 
 
-def _with(config: Config, remat: Literal["none", "selective", "full"]) -> Config:
-    return replace(config, compute=replace(config.compute, remat=remat))
+def _with(config: Config, **compute: Any) -> Config:
+    return replace(config, compute=replace(config.compute, **compute))
 
 
 def _bytes_of(step: Any, state: TrainState, batch: Batch) -> int | None:

@@ -130,7 +130,7 @@ def _validation_sets(config: Config, device: DeviceFacts) -> Iterator[Finding]:
             f"write {HELD_OUT}:SHARE once",
         )
     is_of_others = sets and all(map(is_built_in, paths)) and not any(map(is_built_in, manifests))
-    # Data that is written with the built-in words, such as preferences made of it, says nothing else.
+    # A tokenizer of the built-in words is for data that says no others, such as preferences made of it.
     is_of_others = is_of_others and config.data.tokenizer != "synthetic"
     if is_of_others and manifests and config.model.encoder is not None:
         yield Finding(
