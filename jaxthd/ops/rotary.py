@@ -26,15 +26,32 @@ def rotated(
     """
     acc = accumulation_dtype(x_NHd)
     frequency_f = jnp.asarray(frequencies(rope, rope.rotated(x_NHd.shape[-1])), acc)
-    angle_N1f = (positions_N.astype(acc)[:, None] * frequency_f)[:, None]
-    cos, sin = (rope.rotation_factor * f(angle_N1f) for f in (jnp.cos, jnp.sin))
+    cos_Nf, sin_Nf = waves(positions_N.astype(acc)[:, None] * frequency_f, rope.rotation_factor)
     r = 2 * len(frequency_f)
     halves_NH2f = x_NHd[..., :r].astype(acc).reshape(*x_NHd.shape[:-1], 2, -1)
-    cos_N12f, sin_N12f = jnp.stack([cos, cos], -2), jnp.stack([-sin, sin], -2)
     # A concatenation of the two halves, and its gradient's, would be a pass over memory of its own.
-    turned_NH2f = halves_NH2f * cos_N12f + halves_NH2f[..., ::-1, :] * sin_N12f
+    turned_NH2f = turned(halves_NH2f, cos_Nf[:, None], sin_Nf[:, None])
     turned_NHr = turned_NH2f.reshape(*x_NHd.shape[:-1], r).astype(x_NHd.dtype)
     return turned_NHr if r == x_NHd.shape[-1] else jnp.concatenate([turned_NHr, x_NHd[..., r:]], -1)
+
+
+def waves(angle: Float[Array, "..."], factor: float = 1.0) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
+    """Cosine and sine, times the factor.
+
+    They are divided by the sum of their squares, which is 1. XLA on CPUs computes a cosine again in each loop
+    that reads it, and for every head that it is broadcast to; a division it writes to memory.
+    """
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    one = cos * cos + sin * sin
+    return factor * cos / one, factor * sin / one
+
+
+def turned(
+    halves: Float[Array, "*N 2 f"], cos: Float[Array, "*#N f"], sin: Float[Array, "*#N f"]
+) -> Float[Array, "*N 2 f"]:
+    """The pairs (halves[..., 0, i], halves[..., 1, i]), each turned by its angle."""
+    sign_21 = jnp.asarray([[-1], [1]], halves.dtype)
+    return halves * cos[..., None, :] + halves[..., ::-1, :] * (sin[..., None, :] * sign_21)
 
 
 @lru_cache

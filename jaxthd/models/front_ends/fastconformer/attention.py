@@ -22,6 +22,7 @@ from jaxthd.ops.attention.relative import distances, relative_attention
 from jaxthd.ops.neighbours import Neighbours
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.product import narrowed
+from jaxthd.ops.rotary import turned
 from jaxthd.packing.intervals import KeyIntervals
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init
@@ -188,12 +189,14 @@ class RelativeAttention(nnx.Module):
 
     def _query(self, q_EHd: Array, w_F2Hd: Array, clips: Clips) -> _Query:
         u_Hd, v_Hd = self._biases(q_EHd.dtype)
-        s_EHF, c_EHF = jnp.einsum(
-            "ehd,fthd->tehf", q_EHd + v_Hd, w_F2Hd, preferred_element_type=accumulation_dtype(q_EHd)
+        position_HEd, w_Hd2F = (q_EHd + v_Hd).transpose(1, 0, 2), w_F2Hd.transpose(2, 3, 1, 0)
+        halves_HE2F = jnp.einsum(
+            "hed,hdtf->hetf", position_HEd, w_Hd2F, preferred_element_type=accumulation_dtype(q_EHd)
         )
-        cos_E1F, sin_E1F = clips.cos[:, None], clips.sin[:, None]
-        rotated = (s_EHF * sin_E1F + c_EHF * cos_E1F, c_EHF * sin_E1F - s_EHF * cos_E1F)
-        return _Query(q_EHd + u_Hd, jnp.concatenate(rotated, axis=-1).astype(q_EHd.dtype))
+        # (s, c) turned by a - 90 degrees, whose cosine is sin a, and whose sine is -cos a.
+        turned_HE2F = turned(halves_HE2F, clips.sin[None], -clips.cos[None])
+        position_EHX = turned_HE2F.transpose(1, 0, 2, 3).reshape(*q_EHd.shape[:2], -1)
+        return _Query(q_EHd + u_Hd, position_EHX.astype(q_EHd.dtype))
 
 
 def _far(w_F2Hd: Array, longest: int, acc: jnp.dtype) -> Float[Array, "W H d"]:

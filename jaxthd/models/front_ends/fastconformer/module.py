@@ -27,6 +27,7 @@ from jaxthd.ops.activations import glu, silu
 from jaxthd.ops.conv import centered_conv
 from jaxthd.ops.neighbours import Neighbours, extended, make_neighbours
 from jaxthd.ops.numerics import accumulation_dtype
+from jaxthd.ops.rotary import waves
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Buffer, Init, applied, scan_stack, stack
 
@@ -161,11 +162,10 @@ class FastConformerEncoder(nnx.Module):
         w_F = frequencies(dim, acc)
         angle_EF = segments.positions[:, None].astype(acc) * w_F
         frames = jax.lax.psum(segments.valid.sum().astype(acc), axes)
-        waves = jnp.cos(angle_EF), jnp.sin(angle_EF)
-        clips = Clips(segments, frames, *waves, self.attention, longest, padded=padded)
+        clips = Clips(segments, frames, *waves(angle_EF), self.attention, longest, padded=padded)
         if neighbours is not None:
             angle_SF = neighbours.positions.reshape(-1, 1).astype(acc) * w_F
-            waves_SX = jnp.concatenate([jnp.cos(angle_SF), jnp.sin(angle_SF)], axis=-1)
+            waves_SX = jnp.concatenate(waves(angle_SF), axis=-1)
             clips = clips._replace(neighbours=neighbours, waves=waves_SX.astype(x_ED.dtype))
             is_too_long = neighbours.is_split & (segments.positions >= longest).any()
             x_ED = jnp.where(is_too_long, jnp.nan, x_ED)
