@@ -92,7 +92,9 @@ def _figures(result: SetResult) -> str:
     rate = (
         f"{'CER' if result.unit == 'characters' else 'WER'} {errors.rate:.2%}" if errors.total else "no text"
     )
-    return f"{len(result.documents):,} documents, {rate}"
+    speakers = [document.speakers for document in result.documents if document.speakers]
+    by_speaker = f", cpWER {summed(speakers).rate:.2%}" if speakers else ""
+    return f"{len(result.documents):,} documents, {rate}{by_speaker}"
 
 
 def _document(number: int, shown: Shown, compounds: bool, folder: Path) -> dict[str, Any]:
@@ -119,6 +121,7 @@ def _document(number: int, shown: Shown, compounds: bool, folder: Path) -> dict[
         "deletions": errors.deletions,
         "insertions": errors.insertions,
         "rate": errors.rate if errors.total else None,
+        "cpwer": document.speakers.rate if document.speakers else None,
         "pairs": [[said, heard, _kind(said, heard)] for said, heard in pairs],
         "recordings": [
             {"id": f"{number}-{at}", **_place(recording, folder)}

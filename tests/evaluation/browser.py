@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,7 +38,10 @@ class Browser:
 
     def _next(self) -> dict[str, Any]:
         while b"\0" not in self._rest:
-            self._rest += os.read(self._come, 1 << 20)
+            come = os.read(self._come, 1 << 20)
+            if not come:
+                raise RuntimeError("Chromium has ended")
+            self._rest += come
         message, _, self._rest = self._rest.partition(b"\0")
         return json.loads(message)
 
@@ -88,10 +92,12 @@ def browser(profile: Path) -> Iterator[Browser]:
         *("--autoplay-policy=no-user-gesture-required", "--mute-audio", "--disable-dev-shm-usage"),
         f"--user-data-dir={profile}",
     ]
-    # The protocol's descriptors are 3 and 4.
-    shell = f'exec "$@" 3<&{its_in} 4>&{its_out}'
+    # The protocol's descriptors are 3 and 4. A shell may know none above 9.
+    move = (
+        f"import os, sys; os.dup2({its_in}, 3); os.dup2({its_out}, 4); os.execvp(sys.argv[1], sys.argv[1:])"
+    )
     process = subprocess.Popen(
-        ["sh", "-c", shell, "sh", CHROMIUM or "chromium", *options],
+        [sys.executable, "-c", move, CHROMIUM or "chromium", *options],
         pass_fds=(its_in, its_out),
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -111,6 +111,21 @@ def test_a_set_of_letters_is_shown_letter_by_letter(tmp_path: Path):
     assert "part of a file" in document["recordings"][0]["why"]
 
 
+def test_words_of_the_wrong_speaker_are_errors_on_the_page(tmp_path: Path):
+    """The words are right; with each speaker's own put together, one is another, one too much, one lost."""
+    said, heard = "[S1] turn on [S2] the light", "[S1] turn [S2] on the [S1] light"
+    example = Example(
+        "1:a", utterance(Clip(recording(tmp_path / "a.wav", 0.3), 0.0, None), said, "{audio}", "{audio}")
+    )
+    found = Evaluation({}, [Hypothesis("1:a", said, heard, 0.3, True)], 0.3, 1.0)
+    result = scored_set("two", found, "basic", {"1:a": 0})
+    write_page(tmp_path / "p.html", "", [result], {"two": {"1:a": example}}, compounds=False, audio_bytes=0)
+    data, _ = parts((tmp_path / "p.html").read_text())
+    assert data["sets"] == [{"name": "two", "figures": "1 documents, WER 0.00%, cpWER 75.00%"}]
+    assert data["documents"][0]["cpwer"] == 0.75
+    assert data["documents"][0]["rate"] == 0.0
+
+
 @pytest.mark.nightly
 @pytest.mark.skipif(not CHROMIUM, reason="no Chromium here: apt-get install chromium")
 def test_the_page_works_in_a_browser_by_clicks(tmp_path: Path):
