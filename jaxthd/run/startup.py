@@ -23,8 +23,8 @@ from jaxthd.validate import DeviceFacts, validate
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 """Parameters of mallopt (man 3 mallopt)."""
-_MOST_KEPT = 2**31 - 1
-"""Bytes: the most that mallopt takes. Steps of 2,048 slots and more need over 1 GiB."""
+_NO_LIMIT = -1
+"""A size that no array has. A number of bytes could be 2 GiB at most, and steps of 4,096 slots need more."""
 
 
 def simulate_devices(devices: int) -> bool:
@@ -91,7 +91,7 @@ def keep_freed_memory() -> bool:
     libc = ctypes.CDLL(None)
     if not hasattr(libc, "gnu_get_libc_version"):
         return False
-    return all([libc.mallopt(option, _MOST_KEPT) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)])
+    return all([libc.mallopt(option, _NO_LIMIT) for option in (_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD)])
 
 
 def _leave_accelerators() -> None:
