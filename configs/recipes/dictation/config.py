@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from jaxthd import Config, load_config
+from jaxthd.config import EncoderConfig
 
 
 def config() -> Config:
@@ -25,6 +26,8 @@ def config() -> Config:
         validation_manifest=("dictation=synthetic:dictated", "english=synthetic"),
     )
     # A recording is one encoder chunk: the base's are of 10 s.
-    model = replace(base.model, encoder=replace(base.model.encoder, chunk_seconds=16.0))
+    encoder = base.model.encoder
+    assert isinstance(encoder, EncoderConfig)
+    model = replace(base.model, encoder=replace(encoder, chunk_seconds=16.0))
     train = replace(base.train, steps=1500, learning_rate=1e-3, validate_every=500, checkpoint_every=500)
     return replace(base, data=data, model=model, train=train)
