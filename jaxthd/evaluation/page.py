@@ -92,8 +92,8 @@ def _figures(result: SetResult) -> str:
     rate = (
         f"{'CER' if result.unit == 'characters' else 'WER'} {errors.rate:.2%}" if errors.total else "no text"
     )
-    speakers = [document.speakers for document in result.documents if document.speakers]
-    by_speaker = f", cpWER {summed(speakers).rate:.2%}" if speakers else ""
+    speakers = result.speaker_errors()
+    by_speaker = f", cpWER {speakers.rate:.2%}" if speakers else ""
     return f"{len(result.documents):,} documents, {rate}{by_speaker}"
 
 

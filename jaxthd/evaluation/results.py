@@ -48,6 +48,11 @@ class SetResult(NamedTuple):
         """Each document's errors in the set's unit."""
         return [getattr(document, self.unit) for document in self.documents]
 
+    def speaker_errors(self) -> Errors | None:
+        """The errors that cpWER counts, of documents whose reference names speakers; None: none does."""
+        found = [document.speakers for document in self.documents if document.speakers]
+        return summed(found) if found else None
+
     def compared_by(self) -> dict[str, list[Errors]]:
         """{measure: each document's errors} by which two models are compared beside `errors`: insertions
         alone, and "cpwer" where references name speakers (documents without any then count for nothing).
@@ -114,8 +119,7 @@ def set_figures(result: SetResult) -> dict[str, Any]:
     words, characters = (
         summed(getattr(d, unit) for d in result.documents) for unit in ("words", "characters")
     )
-    speakers = [d.speakers for d in result.documents if d.speakers]
-    seconds, found = result.found.audio_seconds, result.found
+    speakers, seconds, found = result.speaker_errors(), result.found.audio_seconds, result.found
     return {
         "documents": int(found.scores.get("documents", 0)),
         "audio_seconds": seconds,
@@ -124,7 +128,7 @@ def set_figures(result: SetResult) -> dict[str, Any]:
         "judged_by": result.unit,
         "wer": words.rate,
         "cer": characters.rate,
-        "cpwer": summed(speakers).rate if speakers else None,
+        "cpwer": speakers.rate if speakers else None,
         "words": words.total,
         "substitutions": words.substitutions,
         "deletions": words.deletions,

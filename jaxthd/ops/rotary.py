@@ -36,7 +36,7 @@ def rotated(
 
 
 def waves(angle: Float[Array, "..."], factor: float = 1.0) -> tuple[Float[Array, "..."], Float[Array, "..."]]:
-    """Cosine and sine, times the factor.
+    """Cosine and sine of angles in radians, times the factor, in the shape and dtype of the angles.
 
     They are divided by the sum of their squares, which is 1. XLA on CPUs computes a cosine again in each loop
     that reads it, and for every head that it is broadcast to; a division it writes to memory.
@@ -49,7 +49,8 @@ def waves(angle: Float[Array, "..."], factor: float = 1.0) -> tuple[Float[Array,
 def turned(
     halves: Float[Array, "*N 2 f"], cos: Float[Array, "*#N f"], sin: Float[Array, "*#N f"]
 ) -> Float[Array, "*N 2 f"]:
-    """The pairs (halves[..., 0, i], halves[..., 1, i]), each turned by its angle."""
+    """The pairs (halves[..., 0, i], halves[..., 1, i]), each turned by the
+    angle whose cosine and sine are given, which broadcast over N."""
     sign_21 = jnp.asarray([[-1], [1]], halves.dtype)
     return halves * cos[..., None, :] + halves[..., ::-1, :] * (sin[..., None, :] * sign_21)
 

@@ -1,6 +1,6 @@
 r"""Lists of one person's recordings, in two halves: what is learned, and other texts to judge it by.
 
-    python configs/recipes/one_speaker/lists.py SPEECH/manifest.jsonl runs/recipes/one_speaker
+    python configs/recipes/one_speaker/lists.py SPEECH/manifest.jsonl runs/recipes/one_speaker_lists
 
 Lines have audio_filepath, duration and text. The folder gets learned_0.jsonl, judged_0.jsonl,
 learned_1.jsonl and judged_1.jsonl: a text of two words or more is learned in one half and judged in the
@@ -27,7 +27,10 @@ def spoken(text: str) -> str:
 
 
 def lists(manifest: Path) -> tuple[dict[str, list[str]], list[str]]:
-    """Returns ({name of a list: its lines}, the recordings that are left out)."""
+    """Returns ({name of a list: its lines}, the recordings that are left out).
+
+    Texts divide them. data.validation_manifest "held_out" divides by files, and several say the same.
+    """
     found: dict[str, list[str]] = {f"{part}_{half}": [] for half in (0, 1) for part in ("learned", "judged")}
     left_out = []
     for line in manifest.read_text(encoding="utf-8").splitlines():
