@@ -80,8 +80,11 @@ class Drawing:
         self._pack = pack_documents(config, depths=config.depths_drafted_with)
         self.limits, self.drafted = self._pack.limits, Drafted()
         """drafted: of the newest `run`, so far."""
+        blueprint = Blueprint(config)
+        if blueprint.writes_layers(mesh):
+            blueprint = Blueprint(replace(config, compute=replace(config.compute, unroll_layers=True)))
         self._steps: Any = make_drawing_steps(
-            Blueprint(config), mesh, stop_ids=stop_ids, new_tokens=new_tokens, pages=pages
+            blueprint, mesh, stop_ids=stop_ids, new_tokens=new_tokens, pages=pages
         )
 
     @property

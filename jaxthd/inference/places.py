@@ -29,7 +29,7 @@ from jaxthd.models.speech_lm import SpeechLM
 from jaxthd.ops.sampling import Drawn, Sampling, draw
 from jaxthd.packing.batch import Batch
 from jaxthd.packing.intervals import key_intervals
-from jaxthd.packing.prompts import DOCUMENTS_BLOCK, PromptEnds
+from jaxthd.packing.prompts import DOCUMENTS_BLOCK, KEYS_BLOCK, PromptEnds
 from jaxthd.parallel.mesh import AXES, CONTEXT, DATA, TOKEN_AXES, batch_specs, on_ranks
 from jaxthd.steps.blueprint import Blueprint, Tree
 
@@ -223,7 +223,7 @@ def _decoded(
     # A block of places sees the keys of all pages between its first and its last prompt: so prompts in order.
     lo_n, hi_n = (jnp.where(old.active, x, 0) for x in (places.lo, places.hi))
     order_n = jnp.argsort(lo_n).astype(jnp.int32)
-    keys = key_intervals(lo_n[order_n], hi_n[order_n], model.compute.blocks.attention, DOCUMENTS_BLOCK)
+    keys = key_intervals(lo_n[order_n], hi_n[order_n], KEYS_BLOCK, DOCUMENTS_BLOCK)
     decoding = advance(
         model,
         old._replace(keys=keys, order=order_n),

@@ -175,7 +175,6 @@ def _step(
 ) -> Now:
     """A step of so many tokens of each document, from number `first` on. behind: positions by which number 0
     is not the first one after the prompt."""
-    block = model.compute.blocks.attention
 
     def each(x_n: Array) -> Array:
         """[n] -> [N]."""
@@ -183,8 +182,7 @@ def _step(
 
     token_N = (first_n[:, None] + jnp.arange(step_tokens, dtype=jnp.int32)).reshape(-1)
     return Now(
-        keys=queries_of(keys, step_tokens, block),
-        block=block,
+        keys=queries_of(keys, step_tokens),
         token=token_N,
         positions=each(d.prompt_tokens - behind) + token_N,
         active=each(active_n),

@@ -33,6 +33,9 @@ from jaxthd.packing.segments import Segments
 
 DOCUMENTS_BLOCK = 8
 """Documents in a block: their new tokens are one block of queries to the keys of all of their prompts."""
+KEYS_BLOCK = 512
+"""Keys of prompts in a block. There are few queries, so that a product with fewer keys takes longer to begin
+than to compute, and the prompts of a block of documents lie one after the other."""
 
 
 class PromptEnds(NamedTuple):
@@ -105,7 +108,7 @@ class Prompts:
     keys: which keys of all ranks, in document order, the new tokens of this rank's n documents attend to.
     places: the prompt that each of this rank's n places answers, of R * D, or -1; None where this rank's
         documents are its share of the prompts.
-    documents: n. new_tokens: most tokens to decode. block: the attention block. step_tokens: L.
+    documents: n. new_tokens: most tokens to decode. step_tokens: L.
     """
 
     ends: PromptEnds
@@ -114,7 +117,6 @@ class Prompts:
     places: Int32[Array, " n"] | None
     documents: int
     new_tokens: int
-    block: int
     step_tokens: int = 1
 
     def share(self, x: Array, segments: Segments) -> Array:
@@ -144,7 +146,7 @@ class Prompts:
 class Now(NamedTuple):
     """A step of decoding. The N tokens lie document after document.
 
-    keys, block: as in Prompts, for each token. token: the number of each token among the document's new ones,
+    keys: as in Prompts, for each token. token: the number of each token among the document's new ones,
         from 0. positions: its index in the document, prompt included. active: documents that have not ended,
         for each token.
     order: the documents in the order of their prompts' keys, which is the order of `keys`; None where they
@@ -154,7 +156,6 @@ class Now(NamedTuple):
     """
 
     keys: KeyIntervals
-    block: int
     token: Int32[Array, " N"]
     positions: Int32[Array, " N"]
     active: Bool[Array, " N"]
@@ -215,12 +216,12 @@ def query_block(step_tokens: int) -> int:
     return DOCUMENTS_BLOCK * step_tokens
 
 
-def queries_of(keys: KeyIntervals, step_tokens: int, block: int) -> KeyIntervals:
+def queries_of(keys: KeyIntervals, step_tokens: int) -> KeyIntervals:
     """The keys that each of a step's tokens sees, from those of its document."""
     if step_tokens == 1:
         return keys
     lo, hi = (jnp.repeat(x, step_tokens) for x in (keys.lo, keys.hi))
-    return key_intervals(lo, hi, block, query_block(step_tokens))
+    return key_intervals(lo, hi, KEYS_BLOCK, query_block(step_tokens))
 
 
 def make_prompts(
@@ -247,10 +248,9 @@ def make_prompts(
     return Prompts(
         ends=ends,
         at=segments.local_index(ends.last),
-        keys=key_intervals(lo, hi, segments.block, DOCUMENTS_BLOCK),
+        keys=key_intervals(lo, hi, KEYS_BLOCK, DOCUMENTS_BLOCK),
         places=places,
         documents=documents,
         new_tokens=new_tokens,
-        block=segments.block,
         step_tokens=step_tokens,
     )

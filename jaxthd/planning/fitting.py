@@ -7,13 +7,11 @@ from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
 import jax
-from flax import nnx
 from jax.sharding import Mesh
 
 from jaxthd.config import Config
 from jaxthd.kernels.machine import host_memory
 from jaxthd.packing.batch import Batch
-from jaxthd.parallel.params import metadata
 from jaxthd.parallel.processes import exchange
 from jaxthd.planning.compiled_step import step_bytes
 from jaxthd.steps.blueprint import Blueprint
@@ -25,9 +23,6 @@ ROOM = 0.8
 """Share of a device's memory that a step may take to keep activations; validation needs room too."""
 CHOICES: tuple[Literal["none", "selective"], ...] = ("none", "selective")
 """Values of compute.remat that are tried, in this order, before "full"."""
-WRITTEN_LAYERS = 16
-"""The most layers of one kind that are written out where nothing is said: each takes time to compile."""
-
 
 T = TypeVar("T")
 
@@ -71,9 +66,8 @@ def fitting_step(
 ) -> Any:
     """make_train_step, with what first_that_fits decides by the memory of the devices.
 
-    On one CPU device layers are written out if there are at most WRITTEN_LAYERS of each kind: nothing is
-    copied into the stacks of loops then. The step that is taken is not compiled again. All processes call it
-    together, and choose alike: memory is that of the machines, not what is free.
+    The step that is taken is not compiled again. All processes call it together, and choose alike: memory is
+    that of the machines, not what is free.
     """
 
     def compiled(config: Config) -> tuple[Any, int | None]:
@@ -81,17 +75,8 @@ def fitting_step(
         step: Any = make_train_step(Blueprint(config), mesh)
         return step, _bytes_of(step, state, batch) if config is not blueprint.config else None
 
-    is_one_cpu = mesh.size == 1 and mesh.devices.flat[0].platform == "cpu"
-    writes_layers = is_one_cpu and _most_layers(blueprint) <= WRITTEN_LAYERS
-    return first_that_fits(blueprint.config, device_memory(), compiled, say, writes_layers=writes_layers)
-
-
-def _most_layers(blueprint: Blueprint) -> int:
-    """The most layers of one kind that are stacked."""
-    params = nnx.state(blueprint.model, nnx.Param)
-    stacked, shapes = metadata(params, "stacked"), nnx.to_pure_dict(params)
-    lengths = jax.tree.map(lambda dims, x: x.shape[0] if dims else 1, stacked, shapes)
-    return max(jax.tree.leaves(lengths))
+    choice: dict[str, Any] = {"writes_layers": blueprint.writes_layers(mesh)}
+    return first_that_fits(blueprint.config, device_memory(), compiled, say, **choice)
 
 
 def _with(config: Config, **compute: Any) -> Config:

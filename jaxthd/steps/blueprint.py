@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import Array
+from jax.sharding import Mesh
 
 from jaxthd.config import Config, MeshConfig
 from jaxthd.errors import UserError
@@ -29,6 +30,8 @@ from jaxthd.parallel.params import (
 from jaxthd.parallel.schedule import Schedule, make_schedule
 from jaxthd.parallel.stages import Stages
 
+WRITTEN_LAYERS = 16
+"""The most layers of one kind that are written out where nothing is said: each takes time to compile."""
 Tree = Any
 """A nested dict of arrays, by the names of the module tree."""
 
@@ -94,6 +97,18 @@ class Blueprint:
             return dtype if is_matrix and not is_wide else x.dtype
 
         return jax.tree_util.tree_map_with_path(used, metadata(params, "decayed"), nnx.to_pure_dict(params))
+
+    def writes_layers(self, mesh: Mesh) -> bool:
+        """Whether layers are written out (compute.unroll_layers) where nothing is said: on one CPU device, if
+        there are at most WRITTEN_LAYERS of each kind. Nothing is copied into the stacks of loops then, and
+        out of them.
+        """
+        if mesh.size > 1 or mesh.devices.flat[0].platform != "cpu":
+            return False
+        params = nnx.state(self.model, nnx.Param)
+        stacked, shapes = metadata(params, "stacked"), nnx.to_pure_dict(params)
+        lengths = jax.tree.map(lambda dims, x: x.shape[0] if dims else 1, stacked, shapes)
+        return max(jax.tree.leaves(lengths)) <= WRITTEN_LAYERS
 
     @cached_property
     def stages(self) -> Stages:

@@ -11,6 +11,7 @@ from jaxthd.kernels.machine import host_memory
 from jaxthd.parallel.mesh import make_mesh, put_batch
 from jaxthd.planning import fitting
 from jaxthd.planning.fitting import CHOICES, ROOM, device_memory, fitting_step
+from jaxthd.steps import blueprint as blueprints
 from jaxthd.steps.blueprint import Blueprint
 from tests.helpers import batch_of, filled_state
 from tests.steps.test_remat import ENCODER, LLM
@@ -56,9 +57,9 @@ def test_loops_over_many_layers_stay_loops(run: tuple[Any, ...], monkeypatch: py
     """The decoder of `run` has two layers of each kind."""
     monkeypatch.setattr(fitting, "make_train_step", _made)
     monkeypatch.setattr(fitting, "_bytes_of", lambda *_: 1)
-    monkeypatch.setattr(fitting, "WRITTEN_LAYERS", 2)
+    monkeypatch.setattr(blueprints, "WRITTEN_LAYERS", 2)
     assert fitting_step(*run, [].append) == "none, layers written out"
-    monkeypatch.setattr(fitting, "WRITTEN_LAYERS", 1)
+    monkeypatch.setattr(blueprints, "WRITTEN_LAYERS", 1)
     assert fitting_step(*run, [].append) == "none"
 
 

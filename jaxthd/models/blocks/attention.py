@@ -32,7 +32,7 @@ from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
 from jaxthd.packing.intervals import KeyIntervals, key_intervals
-from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.prompts import KEYS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
@@ -203,15 +203,15 @@ class AttentionMixer(nnx.Module):
         """Output and log-sum-exp over the prompts' keys."""
         keys, backend = self._prompt_keys(now), for_any_intervals(self.backend)
         if backend is BLOCKWISE:
-            return attention_forward(q_nHd, fixed[0], fixed[1], keys, scale, now.block, now.query_block)
-        call = Call(key_intervals(keys.lo, keys.hi, now.block), False, now.block, None)
+            return attention_forward(q_nHd, fixed[0], fixed[1], keys, scale, KEYS_BLOCK, now.query_block)
+        call = Call(key_intervals(keys.lo, keys.hi, KEYS_BLOCK), False, KEYS_BLOCK, None)
         return backend.forward(q_nHd, fixed[0], fixed[1], call, scale)
 
     def _prompt_keys(self, now: Now) -> KeyIntervals:
         if not self.window:
             return now.keys
         nearest_N = now.keys.hi + now.in_order(now.token) - (self.window - 1)
-        return key_intervals(jnp.maximum(now.keys.lo, nearest_N), now.keys.hi, now.block, now.query_block)
+        return key_intervals(jnp.maximum(now.keys.lo, nearest_N), now.keys.hi, KEYS_BLOCK, now.query_block)
 
     def _sink(self) -> Array | None:
         return None if self.sinks is None else self.sinks[...]

@@ -35,7 +35,7 @@ from jaxthd.ops.attention.ring import gather_in_order, gathered_attention, merge
 from jaxthd.ops.backend import resolve_backend
 from jaxthd.ops.numerics import accumulation_dtype
 from jaxthd.ops.rotary import rotated
-from jaxthd.packing.prompts import Now, Prompts
+from jaxthd.packing.prompts import KEYS_BLOCK, Now, Prompts
 from jaxthd.packing.segments import Segments
 from jaxthd.parallel.params import Init, over_tensor
 
@@ -168,7 +168,7 @@ class LatentAttentionMixer(nnx.Module):
         q_NHC = jnp.concatenate([jnp.einsum("nhd,rhd->nhr", q_NHn, keys_RHn), q_NHr], axis=-1)
         own_nmC = now.kept(state[0], self._kept(x_ND, now.positions))
         # The kept vectors are the values too: what is weighted of their rotated features is dropped.
-        keys = kept_S1C, kept_S1C, now.keys, self.scale, now.block, now.query_block
+        keys = kept_S1C, kept_S1C, now.keys, self.scale, KEYS_BLOCK, now.query_block
         prompt, prompt_lse = now.of_prompts(lambda q_NHC: attention_forward(q_NHC, *keys), q_NHC)
         q_nLHC = now.by_document(q_NHC)
         s_nLHm = self.scale * jnp.einsum("nlhc,nmc->nlhm", q_nLHC, own_nmC, preferred_element_type=acc)

@@ -44,7 +44,12 @@ def tokens_of(x_bKGQD: Array, n: int) -> Array:
 
 def _keys_last(x: Array, block: int) -> Array:
     """[S, ..., D] -> [..., S + block, D], zeros at the end: a block may begin at any key."""
-    return jnp.moveaxis(jnp.pad(x, [(0, block)] + [(0, 0)] * (x.ndim - 1)), 0, -2)
+    return jnp.moveaxis(_keys_padded(x, block), 0, -2)
+
+
+def _keys_padded(x: Array, block: int) -> Array:
+    """[S, ...] -> [S + block, ...]."""
+    return jnp.pad(x, [(0, block)] + [(0, 0)] * (x.ndim - 1))
 
 
 def _block_of(x: Array, start: Array, block: int) -> Array:
@@ -109,8 +114,16 @@ def attention_forward(
     block, query_block: as given to key_intervals. shared: added to q k^T before the scale.
     """
     n, kv_heads, acc = len(q_NHD), k_SKD.shape[1], accumulation_dtype(q_NHD)
-    k_KSD, v_KSV = (_keys_last(x, block) for x in (k_SKD, v_SKV))
+    # A decoding step has few queries, which would not repay a copy of all keys with the heads first.
+    are_few = 8 * n < len(k_SKD)
+    keys, values = (_keys_padded(x, block) if are_few else _keys_last(x, block) for x in (k_SKD, v_SKV))
     shared_SX = None if shared is None else _keys_last(shared.keys, block)
+
+    def taken(x: Array, start: Array) -> Array:
+        """[K, block, D] of keys or values."""
+        if are_few:
+            return jnp.moveaxis(jax.lax.dynamic_slice_in_dim(x, start, block), 0, 1)
+        return _block_of(x, start, block)
 
     def one_block(_: None, queries: _Queries) -> tuple[None, tuple[Array, Array]]:
         """Output [K, G, Q, V] and log-sum-exp [K, G, Q] of a block of queries."""
@@ -119,7 +132,7 @@ def attention_forward(
             """One step of the online softmax, with the b-th block of keys."""
             out_KGQV, max_KGQ, sum_KGQ = carry
             start = queries.first + b * block
-            k_KBD, v_KBV = (_block_of(x, start, block) for x in (k_KSD, v_KSV))
+            k_KBD, v_KBV = (taken(x, start) for x in (keys, values))
             shared_BX = None if shared_SX is None else _block_of(shared_SX, start, block)
             s_KGQB = queries.scores(k_KBD, shared_BX, start, scale)
             new_max_KGQ = jnp.maximum(max_KGQ, s_KGQB.max(-1))
