@@ -41,6 +41,7 @@ from jaxthd.ops.sampling import Sampling, draw
 from jaxthd.packing.document import Document
 from jaxthd.packing.pack import pack_row
 from jaxthd.parallel.mesh import make_mesh
+from jaxthd.steps import blueprint as blueprints
 from jaxthd.steps.blueprint import Blueprint
 from tests.weights import random_state
 
@@ -297,3 +298,24 @@ def test_what_cannot_be_answered_is_refused_before_anything_is(conversations):
 def test_a_generators_buffers_follow_the_mesh_and_its_batch():
     config = for_generation(replace(CONFIG, mesh=MeshConfig(data=2)), 5)
     assert (config.data.rows, config.data.max_documents) == (2, 3)
+
+
+def test_layers_are_written_out_on_one_cpu_device(monkeypatch: pytest.MonkeyPatch):
+    """The decoder has two of each kind, in a loop of two turns."""
+
+    def program() -> str:
+        """The step of decoding before it is compiled."""
+        sampling = Sampling(np.float32(0), np.int32(0), np.float32(1))
+        with jax.enable_x64(True):
+            one = made.__wrapped__(CONFIG, (("batch", 4), ("max_new_tokens", NEW)))
+            return str(one._drawing.lowered(*one._weights, sampling, 1)["decode"].as_text())
+
+    monkeypatch.setattr(blueprints, "WRITTEN_LAYERS", 2)
+    written = program()
+    monkeypatch.setattr(blueprints, "WRITTEN_LAYERS", 1)
+    looped = program()
+    assert written.count("stablehlo.while") != looped.count("stablehlo.while")
+    blueprint, two = Blueprint(CONFIG), make_mesh(MeshConfig(data=2))
+    monkeypatch.undo()
+    assert blueprint.writes_layers(make_mesh(MeshConfig()))
+    assert not blueprint.writes_layers(two)

@@ -283,13 +283,16 @@ def test_changed_private_functions_of_jax_are_noticed(monkeypatch: pytest.Monkey
 
 BLOCK = 8
 INTERVALS = [(0, 5), (5, 6), (6, 30), (0, 0), (30, 41), (41, 50), (40, 50), (3, 3), (7, 9), (49, 50), (0, 50)]
-"""The interval of 50 keys that each of 11 queries sees."""
+"""The interval of 50 keys or more that each of 11 queries sees."""
 
 
+@pytest.mark.parametrize("keys", [50, 100])
 @pytest.mark.parametrize("query_block", [None, 1, 3, 11, 16])
-def test_queries_in_blocks_of_any_size_see_their_intervals(query_block: int | None):
+def test_queries_in_blocks_of_any_size_see_their_intervals(query_block: int | None, keys: int):
+    """Of more than eight times as many keys as queries, blocks are taken where they lie."""
     rng = np.random.default_rng(0)
-    q, k, v = (rng.normal(size=(n, heads, 4)).astype(np.float32) for n, heads in ((11, 4), (50, 2), (50, 2)))
+    sizes = (11, 4), (keys, 2), (keys, 2)
+    q, k, v = (rng.normal(size=(n, heads, 4)).astype(np.float32) for n, heads in sizes)
     lo, hi = jnp.asarray(INTERVALS, jnp.int32).T
     intervals = key_intervals(lo, hi, BLOCK, query_block)
     forward = jax.jit(blockwise.attention_forward, static_argnums=(4, 5, 6))
@@ -304,6 +307,6 @@ def test_queries_in_blocks_of_any_size_see_their_intervals(query_block: int | No
             np.testing.assert_allclose(
                 lse[i, head], np.log(total) if total else -np.inf, rtol=1e-5, atol=1e-6
             )
-    keys = np.arange(len(k))
-    seen = np.stack([(keys >= first) & (keys < end) for first, end in INTERVALS])
+    at = np.arange(len(k))
+    seen = np.stack([(at >= first) & (at < end) for first, end in INTERVALS])
     assert int(intervals.blocks.sum()) == fewest_blocks(seen, BLOCK, query_block)
