@@ -315,7 +315,7 @@ def test_layers_are_written_out_on_one_cpu_device(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(blueprints, "WRITTEN_LAYERS", 1)
     looped = program()
     assert written.count("stablehlo.while") != looped.count("stablehlo.while")
-    blueprint, two = Blueprint(CONFIG), make_mesh(MeshConfig(data=2))
+    blueprint, two = Blueprint(replace(CONFIG, compute=ComputeConfig())), make_mesh(MeshConfig(data=2))
     monkeypatch.undo()
     assert blueprint.writes_layers(make_mesh(MeshConfig()))
     assert not blueprint.writes_layers(two)
