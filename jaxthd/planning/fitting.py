@@ -66,7 +66,8 @@ def fitting_step(
 ) -> Any:
     """make_train_step, with what first_that_fits decides by the memory of the devices.
 
-    The step that is taken is not compiled again. All processes call it together, and choose alike: memory is
+    Layers are written out first where Blueprint.writes_layers says so. The step that is taken is not compiled
+    again. All processes call it together, and choose alike: memory is
     that of the machines, not what is free.
     """
 
@@ -75,8 +76,8 @@ def fitting_step(
         step: Any = make_train_step(Blueprint(config), mesh)
         return step, _bytes_of(step, state, batch) if config is not blueprint.config else None
 
-    choice: dict[str, Any] = {"writes_layers": blueprint.writes_layers(mesh)}
-    return first_that_fits(blueprint.config, device_memory(), compiled, say, **choice)
+    writes_layers = blueprint.writes_layers(mesh)
+    return first_that_fits(blueprint.config, device_memory(), compiled, say, writes_layers=writes_layers)
 
 
 def _with(config: Config, **compute: Any) -> Config:
