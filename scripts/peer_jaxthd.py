@@ -166,13 +166,17 @@ class Jaxthd:
 
 
 def _operations(data: Any, instructions: Mapping[str, Any]) -> Iterator[tuple[float, float, str]]:
-    """(start, end, instruction) of each operation of a trace, in ns; not those that only run others."""
-    for plane in data.planes:
-        for line in plane.lines:
-            for event in line.events:
-                name = str(dict(event.stats).get("hlo_op"))
-                if name in instructions and instructions[name].op not in ("while", "conditional", "call"):
-                    yield event.start_ns, event.start_ns + event.duration_ns, name
+    """(start, end, instruction) of each operation of a trace, in ns; not those that only run others.
+
+    A product may go on after its event, on other threads: an event "end: NAME" marks when it is done.
+    """
+    events = [event for plane in data.planes for line in plane.lines for event in line.events]
+    ends = {dict(x.stats).get("_c"): x.start_ns for x in events if x.name.startswith("end: ")}
+    for event in events:
+        stats = dict(event.stats)
+        name = str(stats.get("hlo_op"))
+        if name in instructions and instructions[name].op not in ("while", "conditional", "call"):
+            yield event.start_ns, ends.get(stats.get("_p"), event.start_ns + event.duration_ns), name
 
 
 def _shared(spans: Sequence[tuple[float, float, str]]) -> dict[str, float]:
