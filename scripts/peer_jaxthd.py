@@ -171,7 +171,7 @@ def _operations(data: Any, instructions: Mapping[str, Any]) -> Iterator[tuple[fl
     A product may go on after its event, on other threads: an event "end: NAME" marks when it is done.
     """
     events = [event for plane in data.planes for line in plane.lines for event in line.events]
-    ends = {dict(x.stats).get("_c"): x.start_ns for x in events if x.name.startswith("end: ")}
+    ends = {dict(x.stats)["_c"]: x.start_ns for x in events if x.name.startswith("end: ")}
     for event in events:
         stats = dict(event.stats)
         name = str(stats.get("hlo_op"))
